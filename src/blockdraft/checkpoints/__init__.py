@@ -1,0 +1,1 @@
+"""Checkpoints: the Speculators format plus the contract."""

@@ -1,0 +1,158 @@
+"""config.json and tensor names of the Speculators format (version 0.9), with the contract under ``blockdraft``.
+
+The format states some facts twice and the contract states most of them again. Reading does not pick one: the config
+that these facts would be written as is made anew and compared, and any difference is refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from blockdraft.contract import Contract
+from blockdraft.errors import InputError
+from blockdraft.models.config import MIXTURE, DraftConfig, method_of
+
+FORMAT_VERSION = "0.9.0"
+CONTRACT_KEY = "blockdraft"
+ARCHITECTURES = {"dflash": "DFlashDraftModel", "dflare": "DFlareDraftModel", MIXTURE: "BlockDraftModel"}
+
+# Tensors whose name in the file is not their name in the module; all others are named alike.
+FILE_NAMES = {
+    "fusion.fc.weight": "fc.weight",
+    "fusion.hidden_norm.weight": "hidden_norm.weight",
+    "fusion.layer_fusion_weights": "layer_fusion_weights",
+    "fusion.statistics.direction": "tap_direction",
+    "fusion.statistics.scale": "tap_scale",
+}
+
+
+def config_json(config: DraftConfig, contract: Contract, dtype: str) -> dict[str, Any]:
+    """The config.json that vLLM and Speculators read, and we do."""
+    causal = set(config.causal)
+    if len(causal) > 1:
+        raise InputError("causal", config.causal, "the Speculators format has one causality for all layers")
+    layer_types = ["full_attention" if window is None else "sliding_attention" for window in config.windows]
+    windows = {window for window in config.windows if window is not None}
+    if len(windows) > 1:
+        raise InputError("windows", config.windows, "the Speculators format has one window for all sliding layers")
+    return {
+        "architectures": [ARCHITECTURES[contract.method]],
+        "speculators_model_type": contract.method,
+        "speculators_version": FORMAT_VERSION,
+        "dtype": dtype,
+        "block_size": config.block_size,
+        "draft_vocab_size": contract.draft_vocab_size,
+        "aux_hidden_state_layer_ids": list(config.tap_ids),
+        "mask_token_id": config.mask_token_id,
+        "sample_from_anchor": contract.sample_from_anchor,
+        # vLLM 0.32 takes `not sliding_window_non_causal` as the causality of every layer, sliding or not.
+        "sliding_window_non_causal": not config.causal[0],
+        "target_hidden_size": None,
+        "transformer_layer_config": {
+            "model_type": "qwen3",
+            "hidden_size": config.hidden_size,
+            "num_hidden_layers": config.num_layers,
+            "num_attention_heads": config.num_heads,
+            "num_key_value_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "intermediate_size": config.intermediate_size,
+            "hidden_act": "silu",
+            "vocab_size": config.vocab_size,
+            "rms_norm_eps": config.rms_norm_eps,
+            "attention_bias": False,
+            "rope_parameters": dict(config.rope_parameters),
+            "layer_types": layer_types,
+            "sliding_window": next(iter(windows), None),
+            "max_position_embeddings": config.max_position_embeddings,
+            "tie_word_embeddings": False,
+        },
+        "speculators_config": {
+            "algorithm": contract.method,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": contract.default_k,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+            "verifier": {
+                "name_or_path": contract.verifier.name,
+                "architectures": [contract.verifier.architecture],
+            },
+        },
+        CONTRACT_KEY: contract.to_dict(),
+    }
+
+
+def parse_config(raw: dict[str, Any], where: str) -> tuple[DraftConfig, Contract]:
+    """Read a config.json, refusing one without a contract and any two statements that differ."""
+    if CONTRACT_KEY not in raw:
+        raise InputError(
+            where, f"no key {CONTRACT_KEY!r}", "this draft carries no contract; blockdraft cannot vouch for it"
+        )
+    contract = Contract.from_dict(raw[CONTRACT_KEY], f"{where} contract")
+    layer = raw.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        raise InputError(where, "no transformer_layer_config", "not a checkpoint in the Speculators format")
+    try:
+        config = DraftConfig(
+            hidden_size=layer["hidden_size"],
+            num_layers=layer["num_hidden_layers"],
+            num_heads=layer["num_attention_heads"],
+            num_kv_heads=layer["num_key_value_heads"],
+            head_dim=layer["head_dim"],
+            intermediate_size=layer["intermediate_size"],
+            rms_norm_eps=layer["rms_norm_eps"],
+            vocab_size=contract.verifier.vocab_size,
+            tap_ids=contract.tap_ids,
+            context_fusion=contract.context_fusion,
+            context_kv=contract.context_kv,
+            standardise_taps=contract.tap_standardisation == "explicit",
+            block_size=contract.block_size,
+            mask_token_id=contract.mask_token_id,
+            embedding_scale=contract.embedding_scale,
+            rope_parameters=contract.rope_parameters,
+            max_position_embeddings=layer["max_position_embeddings"],
+            windows=contract.windows,
+            causal=contract.causal,
+        )
+    except KeyError as error:
+        raise InputError(f"{where} transformer_layer_config", error, "is missing") from None
+    _require_consistent(config, contract, where)
+    _require_equal(raw, config_json(config, contract, raw.get("dtype", "")), where)
+    return config, contract
+
+
+def _require_consistent(config: DraftConfig, contract: Contract, where: str) -> None:
+    """Contract fields that follow from others, or of which this version knows one value only."""
+    known = {
+        "method": method_of(config.context_fusion, config.context_kv),
+        "sample_from_anchor": False,
+        "draft_vocab_size": config.vocab_size,
+        "vocab_map_hash": None,
+    }
+    for name, value in known.items():
+        if getattr(contract, name) != value:
+            raise InputError(f"{where} contract {name}", getattr(contract, name), f"this draft needs {value!r}")
+    allowed = ("none", "folded") if config.context_fusion == "projected" else ("none", "explicit")
+    if contract.tap_standardisation not in allowed:
+        raise InputError(
+            f"{where} contract tap_standardisation",
+            contract.tap_standardisation,
+            f"{config.context_fusion} fusion has one of {', '.join(allowed)}",
+        )
+    contract.require_k(contract.default_k, f"{where} contract default_k")
+
+
+def _require_equal(found: Any, wanted: Any, where: str) -> None:
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        for key in sorted(found.keys() | wanted.keys()):
+            if key not in found:
+                raise InputError(f"{where} {key}", "missing", f"the contract makes it {wanted[key]!r}")
+            if key not in wanted:
+                raise InputError(f"{where} {key}", repr(found[key]), "unknown key, which would be lost silently")
+            _require_equal(found[key], wanted[key], f"{where} {key}")
+    elif found != (list(wanted) if isinstance(wanted, tuple) else wanted):
+        raise InputError(where, repr(found), f"the rest of the checkpoint says {wanted!r}")

@@ -1,0 +1,1 @@
+"""The command line: a table of verbs, flags made from settings, results as tables or JSON."""

@@ -1,0 +1,101 @@
+"""From settings classes to command-line flags, so that neither names nor defaults nor help can differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from blockdraft.settings import flag_name
+
+
+def command(cls: type, run: Callable[[dict[str, Any], Path | None, bool], None]) -> Callable[..., None]:
+    """A function whose signature typer turns into the flags of `cls`, plus --config and --json.
+
+    Every flag defaults to None here, which means "not given"; the default itself is applied by `settings.build`.
+    """
+    hints = typing.get_type_hints(cls)
+    fields = dataclasses.fields(cls)
+    parameters = [_parameter(field, hints[field.name]) for field in sorted(fields, key=_arguments_first)]
+    parameters.append(_option("config", Path | None, None, "YAML or TOML recipe; flags given here win over it"))
+    parameters.append(_option("json", bool, False, "print the result as one JSON object on stdout"))
+
+    def function(**values: Any) -> None:
+        recipe, as_json = values.pop("config"), values.pop("json")
+        given = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if v not in (None, [])}
+        run(given, recipe, as_json)
+
+    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return function
+
+
+def list_flags(cls: type) -> frozenset[str]:
+    """Flags of `cls` that take several values."""
+    hints = typing.get_type_hints(cls)
+    return frozenset(
+        flag_name(field.name)
+        for field in dataclasses.fields(cls)
+        if typing.get_origin(hints[field.name]) is tuple and not field.metadata["argument"]
+    )
+
+
+def spread_lists(arguments: list[str], flags: frozenset[str]) -> list[str]:
+    """Turn `--k 1 3 7` into `--k 1 --k 3 --k 7`, as recorded training commands write lists of numbers."""
+    spread: list[str] = []
+    current: str | None = None
+    for argument in arguments:
+        if argument in flags:
+            current = argument
+        elif current is not None and argument.lstrip("-").isdigit():
+            spread += [current, argument]
+        elif current is not None and spread[-1:] != [current] and not _was_given(spread, current):
+            spread += [current, argument]  # a list of texts takes one value a flag
+            current = None
+        else:
+            current = None
+            spread.append(argument)
+    if current is not None and not _was_given(spread, current):
+        spread.append(current)  # a flag without a value, for the parser to complain about
+    return spread
+
+
+def _was_given(spread: list[str], flag: str) -> bool:
+    return flag in spread
+
+
+def _arguments_first(field: dataclasses.Field[Any]) -> bool:
+    return not field.metadata["argument"]
+
+
+def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
+    args = typing.get_args(hint)
+    if isinstance(hint, types.UnionType):
+        hint = next(option for option in args if option is not type(None))
+    elif typing.get_origin(hint) is tuple:
+        hint = list[args[0]]  # type: ignore[valid-type]
+    help_text = field.metadata["help"]
+    if field.default is dataclasses.MISSING:
+        help_text += " (required)"
+    elif field.default not in (None, (), ""):
+        help_text += f" (default: {field.default})"
+    if field.metadata["argument"]:
+        marker: Any = typer.Argument(help=help_text, show_default=False)
+        return _keyword(field.name, hint | None, marker, None)
+    return _option(field.name, hint | None, None, help_text)
+
+
+def _option(name: str, hint: Any, default: Any, help_text: str) -> inspect.Parameter:
+    flag = flag_name(name)
+    names = (f"{flag}/--no-{flag[2:]}",) if hint == bool | None else (flag,)
+    return _keyword(name, hint, typer.Option(*names, help=help_text, show_default=False), default)
+
+
+def _keyword(name: str, hint: Any, marker: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, marker])

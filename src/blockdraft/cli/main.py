@@ -1,0 +1,88 @@
+"""Entry point. Exit codes: 0 done, 1 failed, 2 wrong use or input (one line, no traceback), 130 interrupted."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import typer
+
+from blockdraft import __version__
+from blockdraft.cli.flags import command, list_flags, spread_lists
+from blockdraft.cli.verbs import VERBS, Verb
+from blockdraft.errors import BlockdraftError
+from blockdraft.progress import say
+from blockdraft.runtime import prepare_environment
+from blockdraft.settings import build
+
+INTERRUPTED = 130
+
+
+def make_app() -> typer.Typer:
+    """The typer application with one command a verb."""
+    app = typer.Typer(
+        name="blockdraft",
+        help="Train, prove, export and serve block-diffusion draft models for speculative decoding.",
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode="rich",
+    )
+
+    @app.callback()
+    def root() -> None:  # a callback keeps typer from making a lone verb the program itself
+        pass
+
+    for name, verb in VERBS.items():
+        examples = "\n\n".join(f"[dim]$[/dim] {example}" for example in verb.examples)
+        help_text = f"{verb.settings.__doc__}\n\n[bold]Examples[/bold]\n\n{examples}"
+        app.command(name, help=help_text)(command(verb.settings, _runner(verb)))
+
+    @app.command("version")
+    def version() -> None:
+        """Print the version."""
+        print(__version__)
+
+    return app
+
+
+def _runner(verb: Verb) -> Any:
+    def run(flags: dict[str, Any], recipe: Path | None, as_json: bool) -> None:
+        settings: Any = build(verb.settings, flags, recipe)
+        result = verb.run(settings, as_json)
+        if as_json:
+            print(json.dumps(result, ensure_ascii=False))
+        else:
+            verb.display(result)
+
+    return run
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command line and return its exit code."""
+    prepare_environment()
+    if arguments and arguments[0] in VERBS:
+        arguments = [arguments[0], *spread_lists(arguments[1:], list_flags(VERBS[arguments[0]].settings))]
+    try:
+        code = make_app()(arguments, standalone_mode=False)
+    except BlockdraftError as error:
+        say(f"blockdraft: {error}")
+        return error.exit_code
+    except click.ClickException as error:
+        say(f"blockdraft: {error.format_message()}")
+        return 2
+    except (KeyboardInterrupt, click.Abort) as error:
+        say(f"blockdraft: {error or 'interrupted'}")
+        return INTERRUPTED
+    return code if isinstance(code, int) else 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Results for people: short tables on stdout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def _console() -> Console:
+    return Console(highlight=False)
+
+
+def _fields(rows: dict[str, Any], title: str | None = None) -> Table:
+    table = Table(title=title, show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(name, f"{value:.3g}" if isinstance(value, float) else str(value))
+    return table
+
+
+def show_fields(result: dict[str, Any]) -> None:
+    """A result as name and value."""
+    _console().print(_fields(result))
+
+
+def show_training(result: dict[str, Any]) -> None:
+    """What came of a training run."""
+    console = _console()
+    if result.get("dry_run"):
+        console.print(
+            _fields({"steps": result["steps"], **result["settings"]}, "Settings of the run (nothing trained)")
+        )
+        return
+    history = Table(title="Exact acceptance on the validation documents", title_justify="left")
+    for name in ("step", "acceptance length", "acceptance rate"):
+        history.add_column(name, justify="right")
+    for entry in result["history"]:
+        history.add_row(f"{entry['step']:.0f}", f"{entry['acceptance_length']:.2f}", f"{entry['acceptance_rate']:.1%}")
+    console.print(history)
+    console.print(_fields({"checkpoint": result["checkpoint"], "parameters": f"{result['parameters']:,}"}))
+
+
+def show_evaluation(result: dict[str, Any]) -> None:
+    """Acceptance by K, and what decoding proved."""
+    console = _console()
+    table = Table(title=f"Acceptance of {result['method']} in {result['dtype']}", title_justify="left")
+    for name in ("K", "acceptance length", "acceptance rate", "rounds"):
+        table.add_column(name, justify="right")
+    table.add_column("accepted at position 1, 2, ...")
+    for k, counts in result["acceptance"].items():
+        shares = " ".join(f"{n / max(counts['rounds'], 1):.0%}" for n in counts["accepted_per_position"])
+        table.add_row(
+            k, f"{counts['acceptance_length']:.2f}", f"{counts['acceptance_rate']:.1%}", str(counts["rounds"]), shares
+        )
+    console.print(table)
+    for k, proof in result.get("decoding", {}).items():
+        console.print(
+            _fields(_proof_rows(proof, result["prompts"]), f"Decoded with K={k}, batch {proof['batch_size']}")
+        )
+    console.print(f"{result['prompts']} prompts, {result['reply_tokens']} reply tokens; {result['machine']}")
+
+
+def _proof_rows(proof: dict[str, Any], prompts: int) -> dict[str, Any]:
+    return {
+        "tokens/s with the draft": f"{proof['draft_tokens_per_second']:.1f}",
+        "tokens/s without": f"{proof['plain_tokens_per_second']:.1f}",
+        "ratio": f"{proof['speedup']:.2f}",
+        "token-identical": f"{proof['identical']} of {prompts}",
+        "near-ties / faults": f"{proof['ties']} / {proof['faults']}",
+        "rounds equal one-pass": f"{proof['same_rounds_as_one_pass']} of {prompts}",
+    }
+
+
+def show_generation(result: dict[str, Any]) -> None:
+    """Replies, unless they were streamed, and how fast they came."""
+    console = _console()
+    if not result["streamed"]:
+        for index, reply in enumerate(result["replies"], start=1):
+            console.print(f"[bold]{index}[/bold]", reply["text"], markup=True)
+    console.print(
+        f"{result['tokens']} tokens in {result['seconds']:.1f} s, {result['tokens_per_second']:.1f} tokens/s, "
+        f"acceptance length {result['acceptance_length']:.2f} at K={result['k']}",
+        style="dim",
+    )
+
+
+def show_quickstart(result: dict[str, Any]) -> None:
+    """The short table, and what to try next."""
+    console = _console()
+    served, exact, total = result["served_dtype"], result["float32"], result["heldout_prompts"]
+    table = Table(
+        title=f"{result['method']} draft for {result['verifier']}, {total} held-out prompts of {result['workload']}",
+        title_justify="left",
+        show_header=False,
+    )
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    lengths = result["acceptance_length"]
+    rate = result["tokens_per_second"]
+    table.add_row("acceptance length", "   ".join(f"K={k}: {value:.2f}" for k, value in lengths.items()))
+    table.add_row("tokens/s without draft", f"{rate['plain']:.1f}")
+    table.add_row("tokens/s with draft, K=7", f"{rate['draft']:.1f}")
+    table.add_row("ratio", f"[bold green]{result['speedup']:.2f}[/bold green]")
+    table.add_row("token-identical (float32)", f"{result['identical']} of {total}")
+    table.add_row(
+        "one-pass = decoding (float32)", f"{exact['same_rounds_as_one_pass']} of {total} replies, round by round"
+    )
+    if result["dtype"] != "float32":
+        table.add_row(
+            f"{result['dtype']} replies",
+            f"{served['identical']} identical, {served['ties']} differ first at a near-tie, {served['faults']} faults",
+        )
+    table.add_row("machine", result["machine"])
+    table.add_row("verifier", result["verifier_folder"])
+    table.add_row("draft", result["checkpoint"])
+    console.print(table)
+    console.print("\nNext:")
+    for line in next_commands(result):
+        console.print(f"  {line}", soft_wrap=True)
+
+
+def next_commands(result: dict[str, Any]) -> list[str]:
+    """Three commands that go on from a quickstart."""
+    checkpoint = result["checkpoint"]
+    other = "dflare" if result["method"] == "dflash" else "dflash"
+    return [
+        f'blockdraft generate {checkpoint} "Write one sentence about rivers." --show-drafts',
+        f"blockdraft evaluate {checkpoint} --workload {result['workload']} --k 1 3 5 7",
+        f"blockdraft quickstart --method {other} --workload {result['workload']}",
+    ]

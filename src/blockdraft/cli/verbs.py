@@ -1,0 +1,98 @@
+"""The table of verbs. What a verb imports is imported when it runs, so that --help stays instant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from blockdraft import settings as s
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """A command.
+
+    Attributes:
+        function: "module:function" from settings to a JSON-ready result.
+        show: "module:function" that prints a result for people.
+        examples: shown under --help.
+    """
+
+    settings: type
+    function: str
+    show: str
+    examples: tuple[str, ...]
+
+    def run(self, settings: Any, as_json: bool) -> dict[str, Any]:
+        return (
+            _load(self.function)(settings, as_json)
+            if self.function.startswith(_CLI)
+            else _load(self.function)(settings)
+        )
+
+    def display(self, result: dict[str, Any]) -> None:
+        _load(self.show)(result)
+
+
+_CLI = "blockdraft.cli."
+_PIPELINE = "blockdraft.pipeline."
+_TABLES = "blockdraft.cli.tables:"
+
+VERBS: dict[str, Verb] = {
+    "quickstart": Verb(
+        s.QuickstartSettings,
+        _PIPELINE + "quickstart:quickstart",
+        _TABLES + "show_quickstart",
+        (
+            "blockdraft quickstart",
+            "blockdraft quickstart --method dflare --minutes 3",
+            "blockdraft quickstart --workload chat",
+        ),
+    ),
+    "prepare": Verb(
+        s.PrepareSettings,
+        _PIPELINE + "prepare:prepare",
+        _TABLES + "show_fields",
+        ("blockdraft prepare --workload records --save-path runs/prompts",),
+    ),
+    "regenerate": Verb(
+        s.RegenerateSettings,
+        _PIPELINE + "prepare:regenerate",
+        _TABLES + "show_fields",
+        ("blockdraft regenerate --data-path runs/prompts/train.jsonl --save-path runs/data",),
+    ),
+    "train": Verb(
+        s.TrainSettings,
+        _PIPELINE + "train:train",
+        _TABLES + "show_training",
+        (
+            "blockdraft train --data-path runs/data --save-path runs/draft --mask-token-id 4",
+            "blockdraft train --config recipe.yaml --speculator-type dflare --epochs 3",
+        ),
+    ),
+    "evaluate": Verb(
+        s.EvaluateSettings,
+        _PIPELINE + "evaluate:evaluate",
+        _TABLES + "show_evaluation",
+        (
+            "blockdraft evaluate runs/draft/checkpoint_best",
+            "blockdraft evaluate runs/draft/checkpoint_best --k 3 7 --decode --dtype float32",
+        ),
+    ),
+    "generate": Verb(
+        s.GenerateSettings,
+        _CLI + "stream:generate",
+        _TABLES + "show_generation",
+        (
+            'blockdraft generate runs/draft/checkpoint_best "List five fruits." --show-drafts',
+            "blockdraft generate runs/draft/checkpoint_best --data-path prompts.jsonl --batch-size 8 --json",
+        ),
+    ),
+}
+
+
+def _load(path: str) -> Callable[..., Any]:
+    module, name = path.split(":")
+    return getattr(import_module(module), name)

@@ -1,0 +1,127 @@
+"""The contract: the facts that trainer, reference engine and server must share.
+
+It is derived once, when a draft is created, saved inside the checkpoint's config.json under the key ``blockdraft``
+and compared wherever draft and verifier meet. A field that could not change an outcome does not belong here; the
+tests perturb every one of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from blockdraft.errors import InputError
+
+CONTRACT_VERSION = 1
+TAP_CONVENTION = "after_layers"  # tap i = residual stream after i decoder layers (vLLM's and Speculators' numbering)
+TAP_KIND = "residual_stream"  # never a branch before its residual add
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifierIdentity:
+    """What makes a verifier this verifier, as far as a draft is concerned."""
+
+    name: str
+    """Name or folder it was loaded from; informative, a moved folder is the same verifier."""
+    architecture: str
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    """Rows of its output head (padded), not the tokenizer's length."""
+    tokenizer_hash: str
+    """SHA-256 over the vocabulary in id order, 16 digits."""
+    norms_hash: str
+    """SHA-256 over its norm weights rounded to bfloat16, 16 digits: tells a base model from its fine-tuned sister,
+    yet is the same for a bfloat16, float32 or weight-quantised copy."""
+
+    COMPARED: ClassVar[tuple[str, ...]] = (
+        "architecture",
+        "hidden_size",
+        "num_layers",
+        "vocab_size",
+        "tokenizer_hash",
+        "norms_hash",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contract:
+    """What a draft was trained against and how its blocks are laid out."""
+
+    version: int
+    method: str
+    context_fusion: str
+    context_kv: str
+    verifier: VerifierIdentity
+    tap_ids: tuple[int, ...]
+    tap_convention: str
+    tap_kind: str
+    tap_standardisation: str
+    """"none", "folded" (already inside the projection) or "explicit" (tensors tap_direction and tap_scale)."""
+    final_norm: str
+    """Final norm that the targets went through: "rms" (x * w) or "rms_plus_one" (x * (1 + w))."""
+    logit_softcap: float | None
+    embedding_scale: float
+    """Factor on the verifier's raw embedding rows before the draft sees them."""
+    mask_token_id: int
+    sample_from_anchor: bool
+    block_size: int
+    default_k: int
+    windows: tuple[int | None, ...]
+    causal: tuple[bool, ...]
+    rope_parameters: dict[str, Any]
+    draft_vocab_size: int
+    vocab_map_hash: str | None
+    compute_dtype: str
+    """The dtype the draft was trained to compute in."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready dictionary."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, raw: Any, where: str) -> Contract:
+        """Read a contract, refusing missing and unknown fields and a version or convention we do not know."""
+        raw = _exact_fields(cls, raw, where)
+        verifier = VerifierIdentity(**_exact_fields(VerifierIdentity, raw["verifier"], f"{where} verifier"))
+        for name in ("tap_ids", "windows", "causal"):
+            raw[name] = tuple(raw[name])
+        contract = cls(**{**raw, "verifier": verifier})
+        known = {"version": CONTRACT_VERSION, "tap_convention": TAP_CONVENTION, "tap_kind": TAP_KIND}
+        for name, value in known.items():
+            if getattr(contract, name) != value:
+                raise InputError(f"{where} {name}", getattr(contract, name), f"this blockdraft knows {value!r} only")
+        return contract
+
+    def require_verifier(self, found: VerifierIdentity, final_norm: str, logit_softcap: float | None) -> None:
+        """Refuse a verifier other than the one the draft was trained for, naming the first field that differs."""
+        pairs = [
+            *((name, getattr(self.verifier, name), getattr(found, name)) for name in VerifierIdentity.COMPARED),
+            ("final_norm", self.final_norm, final_norm),
+            ("logit_softcap", self.logit_softcap, logit_softcap),
+        ]
+        for name, wanted, got in pairs:
+            if wanted != got:
+                raise InputError(
+                    f"verifier {name}",
+                    f"the draft was trained for {wanted} ({self.verifier.name}), this one has {got} ({found.name})",
+                    "load the verifier the draft was trained for, or train a draft for this one",
+                )
+
+    def require_k(self, k: int, field: str = "--k") -> None:
+        """Refuse a number of proposed tokens that the block does not have slots for."""
+        most = self.block_size if self.sample_from_anchor else self.block_size - 1
+        if not 1 <= k <= most:
+            raise InputError(field, k, f"a draft of block size {self.block_size} proposes 1 to {most} tokens")
+
+
+def _exact_fields(cls: type, raw: Any, where: str) -> dict[str, Any]:
+    wanted = {field.name for field in dataclasses.fields(cls)}
+    if not isinstance(raw, dict):
+        raise InputError(where, type(raw).__name__, "must be a mapping of contract fields")
+    for name in sorted(wanted - raw.keys()):
+        raise InputError(f"{where} {name}", "missing", "the checkpoint's contract must state it; export it again")
+    for name in sorted(raw.keys() - wanted):
+        raise InputError(f"{where} {name}", raw[name], "unknown contract field; written by a newer blockdraft?")
+    return dict(raw)

@@ -1,0 +1,1 @@
+"""Prompts, the verifier's own replies to them, and packed rows for training."""

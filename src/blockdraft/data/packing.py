@@ -1,0 +1,61 @@
+"""Packing documents into rows, and a row's tensors."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from blockdraft.records import Document
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRow:
+    """Documents end to end.
+
+    Attributes:
+        tokens: int64 [T].
+        positions: position within the own document, int64 [T].
+        loss_mask: True on reply tokens, bool [T].
+        lengths: tokens of each document, int64.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    loss_mask: Tensor
+    lengths: Tensor
+
+
+def pack_row(documents: Sequence[Document]) -> PackedRow:
+    """Lay documents end to end; positions restart at each."""
+    lengths = torch.tensor([len(document.input_ids) for document in documents])
+    tokens = torch.tensor([token for document in documents for token in document.input_ids])
+    positions = torch.cat([torch.arange(int(length)) for length in lengths])
+    starts = torch.tensor([document.reply_start for document in documents]).repeat_interleave(lengths)
+    return PackedRow(tokens, positions, positions >= starts, lengths)
+
+
+def packed_order(lengths: Sequence[int], total_seq_len: int, seed: int, epoch: int) -> list[list[int]]:
+    """Rows of document indices for one epoch: shuffled by seed and epoch, filled first-fit up to `total_seq_len`.
+
+    The order depends on nothing else, so that a resumed run finds the same rows. A document longer than a row gets
+    a row to itself.
+    """
+    order = list(range(len(lengths)))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    rows: list[list[int]] = []
+    room: list[int] = []
+    open_from = 0
+    for index in order:
+        row = next((r for r in range(open_from, len(rows)) if room[r] >= lengths[index]), None)
+        if row is None:
+            rows.append([])
+            room.append(total_seq_len)
+            row = len(rows) - 1
+        rows[row].append(index)
+        room[row] -= lengths[index]
+        open_from = max(0, len(rows) - 16)  # look back a few rows only: linear time, and order stays nearly random
+    return rows

@@ -1,0 +1,27 @@
+"""The prompts that ship with the package, by workload; each has a fixed held-out part.
+
+Held-out prompts use sentence patterns and values (names, places, things) that no training prompt uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from blockdraft.data.workloads import chat, records
+from blockdraft.errors import InputError
+
+Message = dict[str, str]
+Conversation = list[Message]
+
+WORKLOADS: dict[str, tuple[Callable[[], list[Conversation]], Callable[[], list[Conversation]]]] = {
+    "records": (records.train, records.heldout),
+    "chat": (chat.train, chat.heldout),
+}
+
+
+def workload_prompts(workload: str) -> tuple[list[Conversation], list[Conversation]]:
+    """Training and held-out prompts of a workload, each a conversation that ends with a user turn."""
+    if workload not in WORKLOADS:
+        raise InputError("--workload", workload, f"choose one of {', '.join(WORKLOADS)}")
+    train, heldout = WORKLOADS[workload]
+    return train(), heldout()

@@ -1,0 +1,239 @@
+"""The reference engine: plain and speculative decoding of batches, greedy or sampled.
+
+A round is: propose K tokens after the anchor, run the verifier over anchor and proposals at once, keep the longest
+prefix the verifier agrees with plus its own next token. Proposing nothing (k = 0) is plain decoding, in the same
+loop. Finished rows leave the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from blockdraft.errors import InputError
+from blockdraft.models.block_draft import BlockDraft
+from blockdraft.ops.acceptance import Round, accept_sampled, accepted_prefix
+from blockdraft.ops.prefix import shared_prefix
+from blockdraft.ops.ragged_kv import RaggedKV
+from blockdraft.ops.sampling import sampling_probs
+from blockdraft.settings import SamplingSettings
+from blockdraft.verifiers.base import Verifier, VerifierCache
+
+
+@dataclass(slots=True)
+class Reply:
+    """A reply, growing while it is decoded.
+
+    Attributes:
+        index: which prompt it answers.
+        tokens: token ids of the reply, the end-of-turn id included if it came.
+        rounds: what each round proposed and how much of it was used; empty in plain decoding.
+        drafted: for each token, whether it was proposed by the draft.
+        finish: "stop" (end of turn or a stop string), "length", or None while it is running.
+    """
+
+    index: int
+    prompt: list[int]
+    limit: int
+    tokens: list[int] = field(default_factory=list)
+    drafted: list[bool] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+    finish: str | None = None
+
+    def take(self, accepted: Sequence[int], bonus: int, num_proposed: int, stops: StopRules) -> None:
+        """Append a round's accepted tokens and the verifier's own, up to where the reply ends."""
+        anchor = len(self.prompt) + len(self.tokens) - 1
+        used = 0
+        for drafted, token in [*((True, token) for token in accepted), (False, bonus)]:
+            self.tokens.append(token)
+            self.drafted.append(drafted)
+            used += drafted
+            self.finish = stops.reason(self)
+            if self.finish:
+                break
+        if num_proposed:
+            self.rounds.append(Round(anchor, num_proposed, used))
+
+
+@dataclass(frozen=True, slots=True)
+class StopRules:
+    """When a reply ends. `decode` is needed for stop strings only."""
+
+    stop_ids: frozenset[int]
+    stop_strings: tuple[str, ...]
+    decode: Callable[[list[int]], str]
+
+    def reason(self, reply: Reply) -> str | None:
+        if reply.tokens[-1] in self.stop_ids:
+            return "stop"
+        if self.stop_strings and any(stop in self.decode(reply.tokens) for stop in self.stop_strings):
+            return "stop"
+        return "length" if len(reply.tokens) >= reply.limit else None
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Rows that decode together, with both caches in the same row order."""
+
+    replies: list[Reply]
+    verifier_cache: VerifierCache
+    draft_cache: RaggedKV | None
+
+    def keep_running(self) -> None:
+        running = [row for row, reply in enumerate(self.replies) if not reply.finish]
+        if len(running) == len(self.replies):
+            return
+        rows = torch.tensor(running, dtype=torch.int64, device=self.verifier_cache.kv.lengths.device)
+        self.replies = [self.replies[row] for row in running]
+        self.verifier_cache.kv.keep_rows(rows)
+        if self.draft_cache is not None:
+            self.draft_cache.keep_rows(rows)
+
+
+OnRound = Callable[[Reply], None]
+
+
+class DecodingEngine:
+    """Decodes prompts with a verifier and, unless `k` is 0, a draft.
+
+    Args:
+        k: tokens to propose a round; needs a draft when above 0.
+    """
+
+    def __init__(self, verifier: Verifier, draft: BlockDraft | None, k: int, sampling: SamplingSettings) -> None:
+        assert k == 0 or draft is not None
+        self.verifier = verifier
+        self.draft = draft if k else None
+        self.k = k
+        self.sampling = sampling
+        self.tap_ids = self.draft.config.tap_ids if self.draft is not None else ()
+        self.stops = StopRules(
+            frozenset() if sampling.ignore_eos else verifier.stop_ids,
+            sampling.stop,
+            lambda tokens: verifier.tokenizer.decode(tokens),
+        )
+        self._generator = torch.Generator(verifier.device).manual_seed(sampling.seed)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        batch_size: int,
+        on_round: OnRound | None = None,
+        on_done: Callable[[int], None] | None = None,
+    ) -> list[Reply]:
+        """Decode every prompt (token ids), `batch_size` at a time, longest first; replies come in prompt order.
+
+        Args:
+            on_round: called with each reply after each of its rounds.
+            on_done: called with the number of replies that have just ended.
+
+        Raises:
+            InputError: a prompt is empty or leaves no room in the verifier's context.
+        """
+        replies = [self._reply(index, list(prompt)) for index, prompt in enumerate(prompts)]
+        order = sorted(range(len(replies)), key=lambda index: (-len(replies[index].prompt), index))
+        for first in range(0, len(order), batch_size):
+            self._run([replies[index] for index in order[first : first + batch_size]], on_round, on_done)
+        return replies
+
+    def _reply(self, index: int, prompt: list[int]) -> Reply:
+        room = self.verifier.context_length - len(prompt)
+        if not prompt:
+            raise InputError(f"prompt {index + 1}", "empty", "a prompt needs at least one token")
+        if room < 1:
+            raise InputError(
+                f"prompt {index + 1}",
+                f"{len(prompt)} tokens",
+                f"the verifier's context holds {self.verifier.context_length}; shorten the prompt",
+            )
+        return Reply(index, prompt, min(self.sampling.max_new_tokens, room))
+
+    @torch.inference_mode()
+    def _run(self, replies: list[Reply], on_round: OnRound | None, on_done: Callable[[int], None] | None) -> None:
+        batch = self._prefill(replies)
+        running = len(replies)
+        while True:
+            for reply in batch.replies if on_round else ():
+                on_round(reply)  # type: ignore[misc]
+            batch.keep_running()
+            if on_done and len(batch.replies) < running:
+                on_done(running - len(batch.replies))
+                running = len(batch.replies)
+            if not batch.replies:
+                return
+            self._round(batch)
+
+    def _prefill(self, replies: list[Reply]) -> _Batch:
+        device = self.verifier.device
+        prompts = [torch.tensor(reply.prompt, device=device) for reply in replies]
+        shared = shared_prefix(prompts)
+        cache = self.verifier.cache(1 if shared else len(replies))
+        draft_cache = self.draft.cache(1 if shared else len(replies)) if self.draft is not None else None
+        batch = _Batch(replies, cache, draft_cache)
+        if shared:
+            self._append(batch, prompts[0][None, :shared], torch.tensor([shared], device=device))
+            copies = torch.zeros(len(replies), dtype=torch.int64, device=device)
+            cache.kv.keep_rows(copies)
+            if draft_cache is not None:
+                draft_cache.keep_rows(copies)
+        rest = [prompt[shared:] for prompt in prompts]
+        widths = torch.tensor([len(tokens) for tokens in rest], device=device)
+        final = self._append(batch, torch.nn.utils.rnn.pad_sequence(rest, batch_first=True), widths)
+        last = final[torch.arange(len(replies), device=device), widths - 1]
+        for reply, token in zip(replies, self._next(self.verifier.logits(last)).tolist(), strict=True):
+            reply.take([], token, 0, self.stops)
+        return batch
+
+    def _append(self, batch: _Batch, tokens_RW: Tensor, counts_R: Tensor) -> Tensor:
+        """Run known tokens, commit the first `counts_R` of each row; returns final states [R, W, E]."""
+        states = self.verifier.extend(batch.verifier_cache, tokens_RW, self.tap_ids)
+        self._commit(batch, states.taps, counts_R)
+        return states.final
+
+    def _commit(self, batch: _Batch, taps: Tensor, counts_R: Tensor) -> None:
+        batch.verifier_cache.kv.commit(counts_R)
+        if self.draft is not None and batch.draft_cache is not None:
+            self.draft.extend_context(batch.draft_cache, taps.to(self.draft.norm.weight.dtype))
+            batch.draft_cache.commit(counts_R)
+
+    def _next(self, logits: Tensor) -> Tensor:
+        """One token for each row of logits [..., V]."""
+        if self.sampling.temperature == 0:
+            return logits.argmax(dim=-1)
+        probs = self._probs(logits)
+        drawn = torch.multinomial(probs.flatten(0, -2), 1, generator=self._generator)
+        return drawn.view(probs.shape[:-1])
+
+    def _probs(self, logits: Tensor) -> Tensor:
+        return sampling_probs(logits, self.sampling.temperature, self.sampling.top_k, self.sampling.top_p)
+
+    def _round(self, batch: _Batch) -> None:
+        anchors_R = torch.tensor([reply.tokens[-1] for reply in batch.replies], device=self.verifier.device)
+        drafted_RK, draft_logits = self._propose(batch, anchors_R)
+        tokens_RX = torch.cat([anchors_R[:, None], drafted_RK], dim=1)
+        states = self.verifier.extend(batch.verifier_cache, tokens_RX, self.tap_ids)
+        logits_RXV = self.verifier.logits(states.final)
+        if self.sampling.temperature == 0:
+            wanted_RX = logits_RXV.argmax(dim=-1)
+            accepted_R = accepted_prefix(drafted_RK, wanted_RX[:, :-1])
+            bonus_R = wanted_RX.gather(1, accepted_R[:, None])[:, 0]
+        elif draft_logits is None:
+            accepted_R, bonus_R = torch.zeros_like(anchors_R), self._next(logits_RXV[:, 0])
+        else:
+            outcome = accept_sampled(drafted_RK, self._probs(draft_logits), self._probs(logits_RXV), self._generator)
+            accepted_R, bonus_R = outcome.accepted, outcome.bonus
+        self._commit(batch, states.taps, accepted_R + 1)
+        rows = zip(batch.replies, drafted_RK.tolist(), accepted_R.tolist(), bonus_R.tolist(), strict=True)
+        for reply, drafted, accepted, bonus in rows:
+            reply.take(drafted[:accepted], bonus, self.k, self.stops)
+
+    def _propose(self, batch: _Batch, anchors_R: Tensor) -> tuple[Tensor, Tensor | None]:
+        """K tokens for each row, [R, K], with the logits [R, K, V] they were chosen from."""
+        if self.draft is None or batch.draft_cache is None:
+            return anchors_R.new_empty(len(anchors_R), 0), None
+        hidden = self.draft.block_hidden(batch.draft_cache, anchors_R, self.k + 1)
+        logits = self.draft.logits(hidden[:, 1:])
+        return self._next(logits), logits

@@ -1,0 +1,72 @@
+"""Is the text the verifier's own? Token by token, and where it is not, whether a near-tie explains it.
+
+Token-identity is a claim about float32. In bfloat16 a pass over eight tokens rounds differently from a pass over one,
+so that two tokens whose logits nearly coincide may change places. Such a difference is accepted only when it is shown:
+both tokens must be the two best of the float32 verifier, with a gap under a stated bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from blockdraft.decoding.engine import Reply
+from blockdraft.verifiers.base import Verifier
+
+TIE_BOUND = 0.5
+"""Largest gap of two float32 logits that bfloat16 may swap. Logits of 16 to 32 are 0.125 apart in bfloat16, and the
+hidden states behind them have been rounded in every layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where two replies to a prompt first differ.
+
+    Attributes:
+        prompt: index of the prompt.
+        position: index of the token in the reply.
+        wanted, found: the token of the plain reply and of the other; -1 where a reply has ended.
+        gap: difference of their float32 logits, or None when they are not the two best.
+    """
+
+    prompt: int
+    position: int
+    wanted: int
+    found: int
+    gap: float | None
+
+    @property
+    def is_tie(self) -> bool:
+        return self.gap is not None and self.gap <= TIE_BOUND
+
+
+def first_difference(wanted: Sequence[int], found: Sequence[int]) -> int | None:
+    """Index of the first token in which two replies differ, or None when they are the same."""
+    for index, (a, b) in enumerate(zip(wanted, found, strict=False)):
+        if a != b:
+            return index
+    return None if len(wanted) == len(found) else min(len(wanted), len(found))
+
+
+def differences(verifier_float32: Verifier, plain: Sequence[Reply], drafted: Sequence[Reply]) -> list[Difference]:
+    """The first difference of every pair of replies that is not token-identical, each with its float32 gap."""
+    found = []
+    for wanted, other in zip(plain, drafted, strict=True):
+        position = first_difference(wanted.tokens, other.tokens)
+        if position is None:
+            continue
+        pair = [reply.tokens[position] if position < len(reply.tokens) else -1 for reply in (wanted, other)]
+        gap = _gap(verifier_float32, wanted.prompt + wanted.tokens[:position], pair[0], pair[1])
+        found.append(Difference(wanted.index, position, pair[0], pair[1], gap))
+    return found
+
+
+def _gap(verifier: Verifier, text: list[int], wanted: int, found: int) -> float | None:
+    (states,) = verifier.states([torch.tensor(text)], [])
+    logits = verifier.logits(states.final[-1])
+    best = logits.topk(2).indices.tolist()
+    if {wanted, found} != set(best):
+        return None
+    return float((logits[best[0]] - logits[best[1]]).abs())

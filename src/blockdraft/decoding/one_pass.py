@@ -1,0 +1,78 @@
+"""One-pass exact acceptance: the rounds that greedy decoding would take, without decoding.
+
+Greedy speculative decoding emits the verifier's own text whatever the draft says. So one verifier pass over that
+text, and one draft pass with every reply position as an anchor, give the drafted tokens of every round that could
+happen; walking from anchor to anchor gives those that do. A block attends within itself, so serving with K tokens
+needs a pass with K + 1 slots of its own: cutting a longer block gives other tokens.
+
+The draft runs through the same code as in training, so that equality with the engine's counts proves trainer and
+engine the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from blockdraft.data.packing import pack_row
+from blockdraft.models.block_draft import BlockDraft
+from blockdraft.ops.acceptance import Round, accepted_prefix, walk_rounds
+from blockdraft.ops.anchors import choose_anchors
+from blockdraft.records import Document
+from blockdraft.verifiers.base import Verifier
+
+
+@dataclass(frozen=True, slots=True)
+class OnePass:
+    """Result for one document.
+
+    Attributes:
+        rounds: by K, the rounds that decoding this reply takes.
+        disagreements: reply tokens that are not the verifier's argmax in this pass. 0 for its own greedy text in
+            float32; in bfloat16 a few near-ties; many in foreign text, for which acceptance means nothing.
+    """
+
+    rounds: dict[int, list[Round]]
+    disagreements: int
+
+
+@torch.inference_mode()
+def one_pass_acceptance(
+    verifier: Verifier, draft: BlockDraft, documents: Sequence[Document], ks: Sequence[int]
+) -> list[OnePass]:
+    """Exact acceptance of each document's reply for every K of `ks`; the verifier runs once over all documents."""
+    results = []
+    sequences = [torch.tensor(document.input_ids, device=verifier.device) for document in documents]
+    every_states = verifier.states(sequences, draft.config.tap_ids)
+    for document, tokens, states in zip(documents, sequences, every_states, strict=True):
+        first = document.reply_start
+        argmax = verifier.logits(states.final[first - 1 : -1]).argmax(dim=-1)
+        rounds = rounds_of_document(draft, document, states.taps, ks)
+        results.append(OnePass(rounds, int((argmax != tokens[first:]).sum())))
+    return results
+
+
+def rounds_of_document(
+    draft: BlockDraft, document: Document, taps_TLE: Tensor, ks: Sequence[int]
+) -> dict[int, list[Round]]:
+    """The rounds that decoding a document's reply takes for every K, given the verifier's taps at its positions."""
+    row = pack_row([document])
+    tokens, positions = row.tokens.to(taps_TLE.device), row.positions.to(taps_TLE.device)
+    first, last = document.reply_start, len(document.input_ids) - 1
+    blocks = choose_anchors(row.loss_mask.to(tokens.device), row.lengths.to(tokens.device), max_anchors=0)
+    taps = taps_TLE if torch.is_autocast_enabled(taps_TLE.device.type) else taps_TLE.to(draft.norm.weight.dtype)
+    rounds = {}
+    for k in ks:
+        accepted: list[int] = []
+        if len(blocks):
+            hidden = draft(taps, tokens, positions, blocks, k + 1)
+            drafted = draft.logits(hidden[:, 1:]).argmax(dim=-1)
+            slots = blocks.anchors[:, None] + torch.arange(1, k + 1, device=tokens.device)
+            # Behind the reply there is nothing to agree with: -1 is no token.
+            wanted = torch.where(slots <= last, tokens[slots.clamp(max=last)], -1)
+            accepted = accepted_prefix(drafted, wanted).tolist()
+        rounds[k] = walk_rounds(accepted, first, last, k)
+    return rounds

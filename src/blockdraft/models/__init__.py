@@ -1,0 +1,1 @@
+"""The draft model: one class, whose variants are settings."""

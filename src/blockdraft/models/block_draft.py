@@ -1,0 +1,169 @@
+"""BlockDraft: DFlash, DFlare and every mixture of their sockets in one class.
+
+Chen et al., "DFlash: Block Diffusion for Flash Speculative Decoding": a block is the last verified token followed by
+mask tokens; one non-causal pass over the block, attending to fused hidden states of the verifier, proposes a token
+for every mask slot. Slot k sits at position anchor + k and predicts the token there; slot 0 predicts nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from blockdraft.models.config import DraftConfig
+from blockdraft.models.fusion import CONTEXT_FUSION
+from blockdraft.models.layers import DraftLayer
+from blockdraft.models.norm import RMSNorm
+from blockdraft.models.positions import RotaryPositions
+from blockdraft.ops.anchors import Blocks
+from blockdraft.ops.attention import block_attention, cached_attention
+from blockdraft.ops.masks import slot_mask
+from blockdraft.ops.ragged_kv import RaggedKV
+
+
+class BlockDraft(nn.Module):
+    """A draft model. Embedding table and output head are the verifier's own and are lent by `borrow`.
+
+    Trainable: fusion, layers and the final norm. `forward` is for training, `extend_context` and `block_hidden` are
+    for decoding; both run the same layers.
+    """
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fusion = CONTEXT_FUSION[config.context_fusion](config)
+        self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.positions = RotaryPositions(config)
+        self.embedding_VE: Tensor | None = None
+        self.head_VE: Tensor | None = None
+
+    def borrow(self, embedding_VE: Tensor, head_VE: Tensor) -> None:
+        """Share the verifier's frozen embedding table and output head; nothing is copied and nothing trained."""
+        # Set past nn.Module, which would otherwise make a parameter of them, to be saved and moved with the draft.
+        object.__setattr__(self, "embedding_VE", embedding_VE.detach())
+        object.__setattr__(self, "head_VE", head_VE.detach())
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """Fresh weights.
+
+        Matrices are normal with the usual 0.02; projections into the residual stream shrink with depth. The final
+        norm starts where logits have a standard deviation of one: with a tied head and a norm of one, the first loss
+        would be tens of nats.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2 and name != "fusion.layer_fusion_weights":
+                into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+                std = 0.02 / math.sqrt(2 * self.config.num_layers) if into_residual else 0.02
+                parameter.copy_(torch.empty_like(parameter, device="cpu").normal_(0, std, generator=generator))
+        if self.head_VE is not None:
+            row_norm = self.head_VE[:: max(1, len(self.head_VE) // 4096)].float().square().sum(dim=-1).mean().sqrt()
+            self.norm.weight.fill_(float(1 / row_norm))
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Embeddings [..., D] of verifier token ids, in the draft's compute dtype."""
+        assert self.embedding_VE is not None, "borrow() the verifier's tables first"
+        return self.embedding_VE[ids].to(self.norm.weight.dtype) * self.config.embedding_scale
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 logits [..., V] of hidden states that have gone through the final norm."""
+        assert self.head_VE is not None, "borrow() the verifier's tables first"
+        return nn.functional.linear(hidden.to(self.head_VE.dtype), self.head_VE).float()
+
+    def _block_ids(self, anchor_ids: Tensor, block_size: int) -> Tensor:
+        """[anchor, mask, mask, ...] for every anchor id, [..., B]."""
+        ids = anchor_ids.new_full((*anchor_ids.shape, block_size), self.config.mask_token_id)
+        ids[..., 0] = anchor_ids
+        return ids
+
+    def _context_kv(self, taps: Tensor, positions: Tensor, length: int) -> list[tuple[Tensor, Tensor]]:
+        """Per draft layer, keys and values [..., K, H] of fused taps [..., L, E] at `positions` [...]."""
+        contexts = self.fusion(taps)
+        cos, sin = self.positions(positions, length)
+        last = contexts.shape[-2] - 1
+        return [
+            cast(DraftLayer, layer).self_attn.context_kv(contexts[..., min(index, last), :], cos, sin)
+            for index, layer in enumerate(self.layers)
+        ]
+
+    def forward(
+        self, taps_TLE: Tensor, tokens_T: Tensor, positions_T: Tensor, blocks: Blocks, block_size: int | None = None
+    ) -> Tensor:
+        """Hidden states of every slot of every block of a packed row, after the final norm, [N, B, D].
+
+        Args:
+            taps_TLE: the verifier's taps at every position.
+            tokens_T: token ids; only those at anchors are read.
+            positions_T: positions within each document.
+            block_size: slots of a block; the trained size unless another K is to be measured.
+        """
+        block_size = block_size or self.config.block_size
+        slots = torch.arange(block_size, device=tokens_T.device)
+        length = int(positions_T.max()) + block_size + 1 if len(positions_T) else 1
+        context_kv = self._context_kv(taps_TLE, positions_T, length)
+        x = self.embed(self._block_ids(tokens_T[blocks.anchors], block_size))
+        cos, sin = self.positions(positions_T[blocks.anchors][:, None] + slots, length)
+        for layer, (key, value), window, causal in zip(
+            self.layers, context_kv, self.config.windows, self.config.causal, strict=True
+        ):
+            attend = functools.partial(
+                block_attention,
+                context_key_TKH=key,
+                context_value_TKH=value,
+                blocks=blocks,
+                window=window,
+                causal=causal,
+            )
+            x = layer(x, cos, sin, attend)
+        return self.norm(x)
+
+    def cache(self, num_rows: int) -> RaggedKV:
+        """An empty context cache for decoding."""
+        return RaggedKV(self.config.num_layers, num_rows, self.norm.weight.device)
+
+    def extend_context(self, cache: RaggedKV, taps_RWLE: Tensor) -> None:
+        """Append context of `W` further positions a row; the caller commits those that were verified."""
+        positions = cache.positions(taps_RWLE.shape[1])
+        kv = self._context_kv(taps_RWLE, positions, cache.longest + taps_RWLE.shape[1])
+        for index, (key, value) in enumerate(kv):
+            cache.write(index, key.transpose(1, 2), value.transpose(1, 2))
+
+    def block_hidden(self, cache: RaggedKV, anchor_ids_R: Tensor, block_size: int) -> Tensor:
+        """Hidden states [R, B, D] of one block a row, whose anchor stands right behind the row's context.
+
+        The block's own keys are written behind the context and never committed.
+        """
+        positions = cache.positions(block_size)
+        x = self.embed(self._block_ids(anchor_ids_R, block_size))
+        cos, sin = self.positions(positions, cache.longest + block_size)
+        masks: dict[tuple[int | None, bool], Tensor] = {}
+        for index, layer in enumerate(self.layers):
+            kind = (self.config.windows[index], self.config.causal[index])
+            if kind not in masks:
+                masks[kind] = self._decoding_mask(cache, block_size, *kind)
+
+            def attend(query: Tensor, key: Tensor, value: Tensor, i: int = index, mask: Tensor = masks[kind]) -> Tensor:
+                keys, values = cache.write(i, key.transpose(1, 2), value.transpose(1, 2))
+                return cached_attention(query, keys, values, mask)
+
+            x = layer(x, cos, sin, attend)
+        return self.norm(x)
+
+    @staticmethod
+    def _decoding_mask(cache: RaggedKV, block_size: int, window: int | None, causal: bool) -> Tensor:
+        """Which cached positions each slot sees, bool [R, B, C]; the block itself stands at lengths .. lengths + B."""
+        keys = torch.arange(cache.longest + block_size, device=cache.lengths.device)
+        anchors = cache.lengths[:, None]
+        context = keys < anchors
+        if window is not None:
+            context = context & (keys >= anchors - window)
+        offsets = keys - anchors
+        own = (offsets >= 0) & (offsets < block_size)
+        slots = slot_mask(block_size, causal, keys.device)[:, offsets.clamp(0, block_size - 1)].transpose(0, 1)
+        return context[:, None] | (own[:, None] & slots)

@@ -1,0 +1,83 @@
+"""The draft's decoder layer: Qwen3's, with keys and values also made from the verifier's context.
+
+Queries come from the block alone. Context keys skip the layer's input norm (the context has its own), share the
+layer's k_norm, and are rotated to their own positions. Where attention looks is the caller's business: training
+attends over a packed row, decoding over a cache, and both run this same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from blockdraft.models.config import DraftConfig
+from blockdraft.models.norm import RMSNorm
+from blockdraft.ops.rotary import rotate
+
+# (query [..., B, Q, H], key [..., B, K, H], value [..., B, K, H]) -> [..., B, Q, H]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class DraftAttention(nn.Module):
+    """Grouped-query attention with per-head RMSNorm on queries and keys, and optional context projections."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.separate = config.context_kv == "separate"
+        if self.separate:
+            self.k_proj_target = nn.Linear(config.hidden_size, kv_size, bias=False)
+            self.v_proj_target = nn.Linear(config.hidden_size, kv_size, bias=False)
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        return projected.unflatten(-1, (-1, self.head_dim))
+
+    def context_kv(self, context: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [..., K, H] of context [..., D] at the positions whose angles are [..., H]."""
+        key_proj = self.k_proj_target if self.separate else self.k_proj
+        value_proj = self.v_proj_target if self.separate else self.v_proj
+        key = rotate(self.k_norm(self._heads(key_proj(context))), cos, sin)
+        return key, self._heads(value_proj(context))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        query = rotate(self.q_norm(self._heads(self.q_proj(x))), cos, sin)
+        key = rotate(self.k_norm(self._heads(self.k_proj(x))), cos, sin)
+        value = self._heads(self.v_proj(x))
+        return self.o_proj(attend(query, key, value).flatten(-2))
+
+
+class DraftMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DraftLayer(nn.Module):
+    """Pre-norm residual layer on the slots of a block, x [..., B, D]."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.self_attn = DraftAttention(config)
+        self.mlp = DraftMLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))

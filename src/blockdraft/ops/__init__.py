@@ -1,0 +1,1 @@
+"""Functions on tensors: they know nothing of models, files or settings."""

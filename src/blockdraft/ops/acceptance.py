@@ -1,0 +1,118 @@
+"""The acceptance rule of speculative decoding, greedy and sampled, and the walk over rounds.
+
+Greedy: the longest prefix of the draft that equals the verifier's own argmax is accepted. Sampled: Leviathan et al.,
+"Fast inference from transformers via speculative decoding" (2023), Algorithm 1: token d is accepted with probability
+min(1, verifier(d) / draft(d)); the first rejected one is drawn again from the clipped difference, so that the text
+is distributed exactly as the verifier's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def accepted_prefix(drafted_NW: Tensor, verifier_NW: Tensor) -> Tensor:
+    """Length of the leading run in which drafted and verifier ids agree, [N]."""
+    return (drafted_NW == verifier_NW).long().cumprod(dim=1).sum(dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Outcome of one sampled verification: `accepted` [R] draft tokens, then `bonus` [R] from the verifier."""
+
+    accepted: Tensor
+    bonus: Tensor
+
+
+def accept_sampled(
+    drafted_RW: Tensor,
+    draft_probs_RWV: Tensor,
+    verifier_probs_RXV: Tensor,
+    generator: torch.Generator | None,
+) -> Sampled:
+    """Accept or reject drafted tokens so that what is emitted follows the verifier's distribution.
+
+    Args:
+        drafted_RW: K drafted ids a row, each drawn from its row of `draft_probs_RWV`.
+        verifier_probs_RXV: the verifier's distributions at the K + 1 positions.
+    """
+    rows, num_drafted = drafted_RW.shape
+    draft_p = draft_probs_RWV.gather(2, drafted_RW[..., None])[..., 0]
+    verifier_p = verifier_probs_RXV[:, :num_drafted].gather(2, drafted_RW[..., None])[..., 0]
+    draws = torch.rand(rows, num_drafted, generator=generator, device=drafted_RW.device, dtype=draft_p.dtype)
+    accepted = (draws * draft_p < verifier_p).long().cumprod(dim=1).sum(dim=1)
+    at_stop = verifier_probs_RXV[torch.arange(rows), accepted]
+    # Behind a fully accepted block there is no draft distribution: the bonus comes from the verifier alone.
+    padded = torch.cat([draft_probs_RWV, torch.zeros_like(draft_probs_RWV[:, :1])], dim=1)
+    residual = (at_stop - padded[torch.arange(rows), accepted]).clamp_min(0)
+    # Where rounding leaves no residual, draft and verifier agree and either distribution is right.
+    residual = torch.where(residual.sum(dim=1, keepdim=True) > 0, residual, at_stop)
+    return Sampled(accepted, torch.multinomial(residual, 1, generator=generator)[:, 0])
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One round of decoding.
+
+    Attributes:
+        anchor: index of the anchor in the sequence.
+        proposed: drafted tokens.
+        accepted: drafted tokens that became part of the reply. Tokens beyond the end of a reply do not count, though
+            the verifier may have agreed with them: nobody receives them.
+    """
+
+    anchor: int
+    proposed: int
+    accepted: int
+
+
+def walk_rounds(accepted_at: Sequence[int], first_anchor: int, last: int, num_proposed: int) -> list[Round]:
+    """The rounds that decoding takes, given how many drafted tokens would be accepted at each anchor.
+
+    Args:
+        accepted_at: accepted tokens by anchor; entry i belongs to anchor `first_anchor + i`.
+        first_anchor: index of the first token of the reply, which the prefill gives without a draft.
+        last: index of the last token of the reply.
+    """
+    rounds = []
+    anchor = first_anchor
+    while anchor < last:
+        accepted = min(accepted_at[anchor - first_anchor], last - anchor)
+        rounds.append(Round(anchor, num_proposed, accepted))
+        anchor += accepted + 1
+    return rounds
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptanceCounts:
+    """Raw counts over rounds; every figure of acceptance is derived from these."""
+
+    rounds: int
+    proposed: int
+    accepted: int
+    accepted_per_position: tuple[int, ...]
+    """How many rounds accepted their first, second, ... token."""
+
+    @classmethod
+    def of(cls, rounds: Sequence[Round], num_proposed: int) -> AcceptanceCounts:
+        """Count rounds that each proposed `num_proposed` tokens."""
+        return cls(
+            rounds=len(rounds),
+            proposed=sum(r.proposed for r in rounds),
+            accepted=sum(r.accepted for r in rounds),
+            accepted_per_position=tuple(sum(r.accepted > i for r in rounds) for i in range(num_proposed)),
+        )
+
+    @property
+    def acceptance_length(self) -> float:
+        """1 + accepted tokens per round: the bonus token counts."""
+        return 1 + self.accepted / self.rounds if self.rounds else 1.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted share of the proposed tokens."""
+        return self.accepted / self.proposed if self.proposed else 0.0

@@ -1,0 +1,92 @@
+"""Choosing anchors in a packed row, and the blocks they start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Anchored blocks of one packed row, sorted by anchor.
+
+    Attributes:
+        anchors: index of each anchor in the row, int64 [N], ascending.
+        starts: index at which the anchor's document starts, int64 [N]; context reaches back to it and no further.
+        ends: index one behind the anchor's document, int64 [N]; slots at or behind it have no token.
+    """
+
+    anchors: Tensor
+    starts: Tensor
+    ends: Tensor
+
+    def __len__(self) -> int:
+        return len(self.anchors)
+
+
+def document_bounds(lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Start and end of each document of a packed row, from the documents' lengths."""
+    ends = lengths.cumsum(0)
+    return ends - lengths, ends
+
+
+def anchor_candidates(loss_mask_T: Tensor, document_T: Tensor) -> Tensor:
+    """Positions that may be an anchor: supervised, with a supervised successor in the same document."""
+    follows = loss_mask_T[1:] & (document_T[1:] == document_T[:-1])
+    return (loss_mask_T[:-1] & follows).nonzero()[:, 0]
+
+
+def choose_anchors(
+    loss_mask_T: Tensor,
+    lengths: Tensor,
+    max_anchors: int,
+    generator: torch.Generator | None = None,
+) -> Blocks:
+    """Draw anchors without replacement; every document gets its share.
+
+    The cap is split over the documents in proportion to their candidates, but no document with a candidate goes
+    without (short documents starve when one cap is drawn over the packed row). When there are more such documents
+    than anchors, those with most candidates come first.
+
+    Args:
+        loss_mask_T: True on supervised tokens, [T].
+        lengths: lengths of the documents in the row.
+        max_anchors: most anchors of the row; 0 takes every candidate.
+    """
+    starts, ends = document_bounds(lengths)
+    document_T = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    candidates = anchor_candidates(loss_mask_T, document_T)
+    if max_anchors and len(candidates) > max_anchors:
+        shares = _shares(document_T[candidates].bincount(minlength=len(lengths)), max_anchors)
+        order = torch.randperm(len(candidates), generator=generator, device=generator.device if generator else None)
+        shuffled = candidates[order.to(candidates.device)]
+        documents = document_T[shuffled]
+        # Rank of each candidate within its document, in shuffled order: the first `share` of a document are taken.
+        by_document = documents.argsort(stable=True)
+        counts = documents.bincount(minlength=len(lengths))
+        rank = torch.empty_like(by_document)
+        first = counts.cumsum(0) - counts
+        rank[by_document] = torch.arange(len(by_document), device=rank.device) - first[documents[by_document]]
+        candidates = shuffled[rank < shares[documents]].sort().values
+    documents = document_T[candidates]
+    return Blocks(candidates, starts[documents], ends[documents])
+
+
+def _shares(counts: Tensor, cap: int) -> Tensor:
+    """Split `cap` over documents with `counts` candidates each: one each, the rest in proportion."""
+    present = counts > 0
+    if int(present.sum()) >= cap:
+        shares = torch.zeros_like(counts)
+        shares[counts.argsort(descending=True, stable=True)[:cap]] = 1
+        return shares
+    shares = present.long()
+    room = counts - shares
+    extra = (cap - int(shares.sum())) * room / room.sum()
+    shares = shares + extra.floor().long()
+    # Largest remainder; `extra <= room` always, as the cap is under the number of candidates.
+    left = cap - int(shares.sum())
+    order = (extra - extra.floor()).argsort(descending=True, stable=True)
+    shares[order[:left]] += 1
+    return torch.minimum(shares, counts)

@@ -1,0 +1,118 @@
+"""`blockdraft evaluate`: exact acceptance, and on request the proof by decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from blockdraft.decoding.compare import compare
+from blockdraft.decoding.engine import DecodingEngine, Reply
+from blockdraft.decoding.identity import Difference, differences
+from blockdraft.decoding.one_pass import OnePass, one_pass_acceptance
+from blockdraft.ops.acceptance import AcceptanceCounts
+from blockdraft.pipeline.loading import Pair, encode_all, heldout_or_file, load_pair
+from blockdraft.progress import progress
+from blockdraft.records import Document
+from blockdraft.runtime import dtype_name, machine_description
+from blockdraft.settings import EvaluateSettings, SamplingSettings, resolved
+from blockdraft.verifiers.base import Verifier
+from blockdraft.verifiers.loading import load_verifier
+
+ONE_PASS_GROUP = 16  # documents whose verifier states are made together
+
+
+def evaluate(settings: EvaluateSettings) -> dict[str, Any]:
+    """Evaluate a checkpoint; the result is one JSON-ready object."""
+    conversations = heldout_or_file(settings.data_path, settings.workload, settings.max_prompts)
+    pair = load_pair(settings)
+    ks = settings.k or tuple(range(1, pair.contract.default_k + 1))
+    for k in ks:
+        pair.contract.require_k(k)
+    prompts = encode_all(pair.verifier, conversations)
+    sampling = SamplingSettings(max_new_tokens=settings.max_new_tokens)
+    with progress("plain decoding", len(prompts)) as advance:
+        plain = DecodingEngine(pair.verifier, None, 0, sampling).generate(prompts, settings.batch_size, on_done=advance)
+    outcomes = one_pass(pair, plain, ks)
+    result: dict[str, Any] = {
+        "checkpoint": str(settings.checkpoint),
+        "verifier": pair.verifier.identity.name,
+        "method": pair.contract.method,
+        "dtype": dtype_name(pair.verifier.dtype),
+        "machine": machine_description(),
+        "prompts": len(prompts),
+        "reply_tokens": sum(len(reply.tokens) for reply in plain),
+        "disagreements": sum(outcome.disagreements for outcome in outcomes),
+        "acceptance": {str(k): counts_json(counts_of(outcomes, k)) for k in ks},
+        "settings": resolved(settings),
+    }
+    if settings.decode:
+        result["decoding"] = {str(k): prove_by_decoding(pair, prompts, k, sampling, settings.batch_size) for k in ks}
+    return result
+
+
+def one_pass(pair: Pair, replies: Sequence[Reply], ks: Sequence[int]) -> list[OnePass]:
+    """One-pass acceptance of replies, by prompt."""
+    documents = [
+        Document(str(reply.index), reply.prompt + reply.tokens, len(reply.prompt), reply.finish or "length")
+        for reply in replies
+    ]
+    outcomes: list[OnePass] = []
+    with progress("one-pass acceptance", len(documents)) as advance:
+        for first in range(0, len(documents), ONE_PASS_GROUP):
+            group = documents[first : first + ONE_PASS_GROUP]
+            outcomes += one_pass_acceptance(pair.verifier, pair.draft, group, ks)
+            advance(len(group))
+    return outcomes
+
+
+def counts_of(outcomes: Sequence[OnePass], k: int) -> AcceptanceCounts:
+    return AcceptanceCounts.of([r for outcome in outcomes for r in outcome.rounds[k]], k)
+
+
+def counts_json(counts: AcceptanceCounts) -> dict[str, Any]:
+    """Raw counts and what is derived from them."""
+    return {
+        "acceptance_length": counts.acceptance_length,
+        "acceptance_rate": counts.acceptance_rate,
+        "rounds": counts.rounds,
+        "proposed": counts.proposed,
+        "accepted": counts.accepted,
+        "accepted_per_position": list(counts.accepted_per_position),
+    }
+
+
+def prove_by_decoding(
+    pair: Pair, prompts: Sequence[list[int]], k: int, sampling: SamplingSettings, batch_size: int
+) -> dict[str, Any]:
+    """Decode with and without the draft: speed, token identity, and whether the counts equal the one-pass ones."""
+    plain_engine = DecodingEngine(pair.verifier, None, 0, sampling)
+    draft_engine = DecodingEngine(pair.verifier, pair.draft, k, sampling)
+    with progress(f"decoding both ways, K={k}", len(prompts)) as advance:
+        both = compare(plain_engine, draft_engine, prompts, batch_size, advance)
+    outcomes = one_pass(pair, both.plain, [k])
+    same_rounds = sum(outcome.rounds[k] == reply.rounds for outcome, reply in zip(outcomes, both.drafted, strict=True))
+    found = explained_differences(pair.verifier, both.plain, both.drafted)
+    decoded = AcceptanceCounts.of([r for reply in both.drafted for r in reply.rounds], k)
+    return {
+        "batch_size": batch_size,
+        "plain_tokens_per_second": both.plain_rate,
+        "draft_tokens_per_second": both.drafted_rate,
+        "speedup": both.speedup,
+        "identical": len(prompts) - len(found),
+        "ties": sum(difference.is_tie for difference in found),
+        "faults": sum(not difference.is_tie for difference in found),
+        "largest_tie_gap": max((d.gap for d in found if d.gap is not None), default=0.0),
+        "same_rounds_as_one_pass": same_rounds,
+        "acceptance_length": decoded.acceptance_length,
+    }
+
+
+def explained_differences(verifier: Verifier, plain: Sequence[Reply], drafted: Sequence[Reply]) -> list[Difference]:
+    """Differences between two sets of replies, with float32 gaps; a float32 verifier is loaded only if needed."""
+    if all(a.tokens == b.tokens for a, b in zip(plain, drafted, strict=True)):
+        return []
+    if verifier.dtype == torch.float32:
+        return differences(verifier, plain, drafted)
+    return differences(load_verifier(verifier.identity.name, torch.float32, str(verifier.device)), plain, drafted)

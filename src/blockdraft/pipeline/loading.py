@@ -1,0 +1,74 @@
+"""Verifier and draft from settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from blockdraft.checkpoints.store import load_draft, read_contract
+from blockdraft.contract import Contract
+from blockdraft.data.prompts import Conversation, encode_prompt, read_prompts
+from blockdraft.data.workloads import workload_prompts
+from blockdraft.errors import InputError
+from blockdraft.models.block_draft import BlockDraft
+from blockdraft.runtime import has_fast_bfloat16, limit_threads, resolve_dtype
+from blockdraft.settings import CheckpointSettings, VerifierSettings
+from blockdraft.verifiers.base import Verifier
+from blockdraft.verifiers.causal import CausalVerifier
+from blockdraft.verifiers.loading import load_verifier
+
+
+def verifier_of(settings: VerifierSettings) -> CausalVerifier:
+    """The verifier that the settings name."""
+    limit_threads(settings.threads)
+    return load_verifier(
+        settings.verifier_name_or_path,
+        resolve_dtype(settings.dtype),
+        settings.device,
+        settings.trust_remote_code,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A draft with the verifier it was trained for."""
+
+    verifier: CausalVerifier
+    draft: BlockDraft
+    contract: Contract
+
+
+def load_pair(settings: CheckpointSettings) -> Pair:
+    """Load a checkpoint and its verifier; "auto" is the dtype the draft was trained in, where the processor has it."""
+    limit_threads(settings.threads)
+    contract = read_contract(settings.checkpoint)
+    name = settings.verifier_name_or_path or contract.verifier.name
+    if settings.dtype == "auto":
+        half = contract.compute_dtype == "bfloat16" and has_fast_bfloat16()
+        dtype = torch.bfloat16 if half else torch.float32
+    else:
+        dtype = resolve_dtype(settings.dtype)
+    verifier = load_verifier(name, dtype, settings.device, settings.trust_remote_code)
+    draft, contract = load_draft(settings.checkpoint, verifier, dtype)
+    return Pair(verifier, draft, contract)
+
+
+def encode_all(verifier: Verifier, conversations: list[Conversation]) -> list[list[int]]:
+    """Prompts as token ids, each with room for at least one token in the verifier's context."""
+    prompts = [encode_prompt(verifier.tokenizer, conversation) for conversation in conversations]
+    for number, prompt in enumerate(prompts, start=1):
+        if len(prompt) >= verifier.context_length:
+            raise InputError(
+                f"prompt {number}",
+                f"{len(prompt)} tokens",
+                f"the verifier's context holds {verifier.context_length}; shorten the prompt",
+            )
+    return prompts
+
+
+def heldout_or_file(data_path: Path | None, workload: str, max_prompts: int) -> list[Conversation]:
+    """Prompts of a file, or the held-out ones of a workload."""
+    conversations = read_prompts(data_path, "--data-path") if data_path else workload_prompts(workload)[1]
+    return conversations[:max_prompts] if max_prompts else conversations

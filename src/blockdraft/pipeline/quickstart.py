@@ -1,0 +1,214 @@
+"""`blockdraft quickstart`: the whole loop on a real small model.
+
+Every stage writes into a folder named after a hash of what determines its result. A stage whose result is there is
+not repeated, a changed setting leads to another folder, and a stage that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from blockdraft.data.workloads import workload_prompts
+from blockdraft.decoding import regenerate as replies
+from blockdraft.decoding.engine import DecodingEngine
+from blockdraft.decoding.identity import TIE_BOUND
+from blockdraft.fingerprint import fingerprint
+from blockdraft.folders import read_json, write_json
+from blockdraft.ops.acceptance import AcceptanceCounts
+from blockdraft.pipeline.evaluate import counts_json, counts_of, one_pass, prove_by_decoding
+from blockdraft.pipeline.loading import Pair, encode_all, load_pair
+from blockdraft.pipeline.train import train
+from blockdraft.progress import progress, say
+from blockdraft.records import Document, read_documents
+from blockdraft.runtime import dtype_name, limit_threads, machine_description, resolve_dtype
+from blockdraft.settings import CheckpointSettings, QuickstartSettings, SamplingSettings, TrainSettings, resolved
+from blockdraft.training.creation import free_control_tokens
+from blockdraft.training.trainer import LAST, Trainer
+from blockdraft.verifiers.causal import CausalVerifier
+from blockdraft.verifiers.loading import is_gguf, load_verifier, save_folder, source_digest
+
+EXACT_K, SHOWN_KS = 7, (3, 7)
+REGENERATE_BATCH = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What the stages share."""
+
+    settings: QuickstartSettings
+    root: Path
+    verifier_folder: str
+    dtype: torch.dtype
+
+
+def quickstart(settings: QuickstartSettings) -> dict[str, Any]:
+    """Run what is missing of the loop and return its result as one JSON-ready object."""
+    limit_threads(settings.threads)
+    root = settings.save_path.resolve()
+    run = _Run(settings, root, _verifier_folder(settings, root), resolve_dtype(settings.dtype))
+    train_prompts, heldout = _prompts(settings)
+    verifier = _Lazy(lambda: load_verifier(run.verifier_folder, run.dtype, settings.device))
+
+    say(f"[1/4] the verifier's own replies to {len(train_prompts)} prompts")
+    data = (
+        root
+        / f"data-{fingerprint([run.verifier_folder, dtype_name(run.dtype), settings.max_new_tokens, train_prompts])}"
+    )
+    if (data / replies.RECORD).is_file():
+        say("      done before")
+    else:
+        prompts = encode_all(verifier(), train_prompts)
+        replies.regenerate(verifier(), prompts, settings.max_new_tokens, REGENERATE_BATCH, data)
+    say(f"[2/4] training a {settings.method} draft for about {settings.minutes:g} minutes")
+    checkpoint = _train(run, verifier, data)
+    say(f"[3/4] acceptance, and [4/4] decoding {len(heldout)} held-out prompts with and without the draft")
+    return _measure(run, checkpoint, heldout)
+
+
+class _Lazy:
+    """A verifier that is loaded when a stage needs it, and once."""
+
+    def __init__(self, load: Callable[[], CausalVerifier]) -> None:
+        self._load = load
+        self._verifier: CausalVerifier | None = None
+
+    def __call__(self) -> CausalVerifier:
+        if self._verifier is None:
+            self._verifier = self._load()
+        return self._verifier
+
+
+def _prompts(settings: QuickstartSettings) -> tuple[list, list]:
+    train_prompts, heldout = workload_prompts(settings.workload)
+    return train_prompts[: settings.max_prompts or None], heldout[: settings.max_heldout or None]
+
+
+def _verifier_folder(settings: QuickstartSettings, root: Path) -> str:
+    """A folder that transformers and vLLM load; a GGUF verifier is unpacked into one."""
+    name = settings.verifier_name_or_path
+    if not is_gguf(name):
+        return str(Path(name).resolve()) if Path(name).is_dir() else name
+    folder = root / f"verifier-{source_digest(name)}"
+    if not (folder / "config.json").is_file():
+        say(f"[0/4] unpacking the verifier {name}")
+        save_folder(load_verifier(name, torch.float32, settings.device), folder)
+    return str(folder)
+
+
+def train_settings(run: _Run, verifier: CausalVerifier, data: Path, documents: Sequence[Document]) -> TrainSettings:
+    """The quickstart's way to train: the defaults of `blockdraft train`, and a mask token found for it."""
+    settings = run.settings
+    mask = None
+    if verifier.tokenizer.mask_token_id is None and len(verifier.tokenizer) >= verifier.identity.vocab_size:
+        seen = {token for document in documents for token in document.input_ids}
+        mask = next((index for index, _ in free_control_tokens(verifier.tokenizer, seen)), None)
+    return TrainSettings(
+        verifier_name_or_path=run.verifier_folder,
+        dtype=dtype_name(run.dtype),
+        device=settings.device,
+        threads=settings.threads,
+        data_path=data,
+        save_path=run.root,
+        speculator_type=settings.method,
+        mask_token_id=mask,
+        seed=settings.seed,
+    )
+
+
+def _train(run: _Run, verifier: _Lazy, data: Path) -> Path:
+    """Train for about the asked number of minutes; the number of steps is fixed once and kept for a resumed run."""
+    request = fingerprint([data.name, run.settings.method, run.settings.minutes, run.settings.seed, _TRAIN_DEFAULTS])
+    folder = run.root / f"{run.settings.method}-{request}"
+    checkpoint = folder / LAST
+    if checkpoint.is_dir():
+        say("      done before")
+        return checkpoint
+    documents = read_documents(data / replies.DOCUMENTS, "--save-path")
+    plan = folder / "plan.json"
+    base = dataclasses.replace(train_settings(run, verifier(), data, documents), save_path=folder)
+    if not plan.is_file():
+        trainer = Trainer(base, verifier(), documents)
+        trainer.create()
+        seconds = trainer.seconds_per_step()
+        epochs = max(0.01, round(run.settings.minutes * 60 / seconds / trainer.steps_per_epoch, 2))
+        write_json(plan, {"seconds_per_step": seconds, "epochs": epochs})
+        say(f"      {seconds:.2f} s a step: {epochs:g} epochs in {run.settings.minutes:g} minutes")
+    settings = dataclasses.replace(base, epochs=read_json(plan, "--save-path")["epochs"])
+    train(settings, verifier())
+    return checkpoint
+
+
+_TRAIN_DEFAULTS = {
+    field.name: str(field.default)
+    for field in dataclasses.fields(TrainSettings)
+    if field.default is not dataclasses.MISSING
+}
+
+
+def _measure(run: _Run, checkpoint: Path, heldout: list) -> dict[str, Any]:
+    settings = run.settings
+    facts = [heldout, settings.max_new_tokens, dtype_name(run.dtype), TIE_BOUND]
+    record = checkpoint.parent / f"results-{fingerprint(facts)}.json"
+    if record.is_file():
+        say("      done before")
+        return read_json(record, "--save-path")
+    sampling = SamplingSettings(max_new_tokens=settings.max_new_tokens)
+    exact = _exactness(run, checkpoint, heldout, sampling)
+    pair = _pair(run, checkpoint, dtype_name(run.dtype))
+    prompts = encode_all(pair.verifier, heldout)
+    speed = prove_by_decoding(pair, prompts, EXACT_K, sampling, batch_size=1)
+    with progress("plain decoding", len(prompts)) as advance:
+        plain = DecodingEngine(pair.verifier, None, 0, sampling).generate(prompts, 16, on_done=advance)
+    acceptance = {str(k): counts_json(counts_of(one_pass(pair, plain, [k]), k)) for k in SHOWN_KS}
+    result = {
+        "verifier": settings.verifier_name_or_path,
+        "verifier_folder": run.verifier_folder,
+        "method": settings.method,
+        "workload": settings.workload,
+        "acceptance_length": {k: counts["acceptance_length"] for k, counts in acceptance.items()},
+        "speedup": speed["speedup"],
+        "identical": exact["identical"],
+        "heldout_prompts": len(prompts),
+        "checkpoint": str(checkpoint),
+        "dtype": dtype_name(run.dtype),
+        "tokens_per_second": {"plain": speed["plain_tokens_per_second"], "draft": speed["draft_tokens_per_second"]},
+        "float32": exact,
+        "served_dtype": speed,
+        "acceptance": acceptance,
+        "machine": machine_description(),
+        "settings": resolved(settings),
+    }
+    write_json(record, result)
+    return result
+
+
+def _pair(run: _Run, checkpoint: Path, dtype: str) -> Pair:
+    settings = CheckpointSettings(
+        checkpoint=checkpoint, verifier_name_or_path=run.verifier_folder, dtype=dtype, device=run.settings.device
+    )
+    return load_pair(settings)
+
+
+def _exactness(run: _Run, checkpoint: Path, heldout: list, sampling: SamplingSettings) -> dict[str, Any]:
+    """The float32 proof: identical tokens, and one-pass acceptance equal to the decoding loop's, round by round."""
+    pair = _pair(run, checkpoint, "float32")
+    prompts = encode_all(pair.verifier, heldout)
+    with progress("float32 proof", 2 * len(prompts)) as advance:
+        plain = DecodingEngine(pair.verifier, None, 0, sampling).generate(prompts, 16, on_done=advance)
+        drafted = DecodingEngine(pair.verifier, pair.draft, EXACT_K, sampling).generate(prompts, 16, on_done=advance)
+    outcomes = one_pass(pair, plain, [EXACT_K])
+    return {
+        "identical": sum(a.tokens == b.tokens for a, b in zip(plain, drafted, strict=True)),
+        "same_rounds_as_one_pass": sum(
+            outcome.rounds[EXACT_K] == reply.rounds for outcome, reply in zip(outcomes, drafted, strict=True)
+        ),
+        "acceptance_length": AcceptanceCounts.of(
+            [r for reply in drafted for r in reply.rounds], EXACT_K
+        ).acceptance_length,
+    }

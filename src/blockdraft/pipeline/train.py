@@ -1,0 +1,42 @@
+"""`blockdraft train`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from blockdraft.decoding.regenerate import DOCUMENTS, RECORD
+from blockdraft.errors import InputError
+from blockdraft.folders import read_json
+from blockdraft.pipeline.loading import verifier_of
+from blockdraft.records import Document, read_documents
+from blockdraft.settings import TrainSettings, resolved
+from blockdraft.training.trainer import Trainer
+from blockdraft.verifiers.base import Verifier
+
+
+def train(settings: TrainSettings, verifier: Verifier | None = None) -> dict[str, Any]:
+    """Train a draft on regenerated documents, with a verifier that is loaded already or the one the settings name."""
+    documents = read_documents(settings.data_path / DOCUMENTS, "--data-path")
+    verifier = verifier or verifier_of(settings)
+    require_own_replies(settings, verifier, documents)
+    trainer = Trainer(settings, verifier, documents)
+    if settings.dry_run:
+        return {"dry_run": True, "steps": trainer.total_steps, "settings": resolved(settings)}
+    trainer.prepare()
+    return trainer.run()
+
+
+def require_own_replies(settings: TrainSettings, verifier: Verifier, documents: list[Document]) -> None:
+    """Refuse replies that another verifier wrote, and tokens that this one does not have."""
+    record = read_json(settings.data_path / RECORD, "--data-path")
+    for name, made_with in record.get("facts", {}).get("verifier", {}).items():
+        found = getattr(verifier.identity, name, None)
+        if made_with != found:
+            raise InputError(
+                "--data-path",
+                settings.data_path,
+                f"another verifier wrote its replies ({name} {made_with}, this one has {found}); regenerate them",
+            )
+    largest = max(max(document.input_ids) for document in documents)
+    if largest >= verifier.identity.vocab_size:
+        raise InputError("--data-path", settings.data_path, f"token {largest} is outside the verifier's vocabulary")

@@ -1,0 +1,1 @@
+"""Training: optimizers, schedules, hidden states made on the fly, the loop and its resumable state."""

@@ -1,0 +1,46 @@
+"""Where training curves go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+
+class MetricsLogger(Protocol):
+    """Receives scalars by name."""
+
+    def log(self, scalars: Mapping[str, float], step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoardLogger:
+    """Event files for `tensorboard --logdir`."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(log_dir=str(folder))
+
+    def log(self, scalars: Mapping[str, float], step: int) -> None:
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class NoLogger:
+    """Keeps nothing."""
+
+    def log(self, scalars: Mapping[str, float], step: int) -> None:
+        del scalars, step
+
+    def close(self) -> None:
+        pass
+
+
+def make_logger(kind: str, folder: Path) -> MetricsLogger:
+    """The logger of a name that `settings` accepts."""
+    return TensorBoardLogger(folder) if kind == "tensorboard" else NoLogger()

@@ -1,0 +1,58 @@
+"""Optimizers over a draft's parameters: AdamW for all, or Muon for matrices beside AdamW for the rest.
+
+Both are torch's own. Muon orthogonalises the update of hidden matrices (Jordan et al., 2024); norms and the small
+fusion table have no matrix structure and stay with AdamW.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from blockdraft.settings import TrainSettings
+
+
+class Optimizers:
+    """One or two torch optimizers that step together under one schedule."""
+
+    def __init__(self, model: nn.Module, settings: TrainSettings) -> None:
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        matrices = [p for name, p in parameters.items() if is_hidden_matrix(name, p)]
+        rest = [p for name, p in parameters.items() if not is_hidden_matrix(name, p)]
+        self._members: list[torch.optim.Optimizer] = []
+        decay = settings.weight_decay
+        if settings.optimizer == "muon":
+            self._members.append(torch.optim.Muon(matrices, lr=settings.muon_lr, weight_decay=decay))
+            self._members.append(
+                torch.optim.AdamW(rest, lr=settings.lr, weight_decay=0.0, betas=(0.9, 0.95), fused=True)
+            )
+        else:
+            groups = [{"params": matrices, "weight_decay": decay}, {"params": rest, "weight_decay": 0.0}]
+            self._members.append(torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=True))
+        self._peaks = [[group["lr"] for group in member.param_groups] for member in self._members]
+
+    def step(self, factor: float) -> None:
+        """Update with every learning rate at `factor` of its peak, then clear the gradients."""
+        for member, peaks in zip(self._members, self._peaks, strict=True):
+            for group, peak in zip(member.param_groups, peaks, strict=True):
+                group["lr"] = peak * factor
+            member.step()
+            member.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        return [member.state_dict() for member in self._members]
+
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        for member, state in zip(self._members, states, strict=True):
+            member.load_state_dict(state)
+
+    def __iter__(self) -> Iterator[torch.optim.Optimizer]:
+        return iter(self._members)
+
+
+def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """Whether a parameter is a matrix between hidden spaces (and not DFlare's small table of mixture weights)."""
+    return parameter.ndim == 2 and not name.endswith("layer_fusion_weights")

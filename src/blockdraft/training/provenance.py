@@ -1,0 +1,26 @@
+"""What a checkpoint came from, in figures that nobody has to type: a card can only repeat what stands here."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import shlex
+import sys
+from typing import Any
+
+from blockdraft import __version__
+from blockdraft.runtime import machine_description
+
+
+def provenance(settings: dict[str, Any], **facts: Any) -> dict[str, Any]:
+    """Command, versions, machine, date and settings, with the facts of the run."""
+    packages = ("torch", "transformers", "safetensors")
+    return {
+        "blockdraft": __version__,
+        "versions": {name: importlib.metadata.version(name) for name in packages},
+        "command": shlex.join(sys.argv),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": machine_description(),
+        "settings": settings,
+        **facts,
+    }

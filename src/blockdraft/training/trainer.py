@@ -1,0 +1,292 @@
+"""The training loop.
+
+One row of packed documents is one forward pass; `grad_accum` rows are one update. Which documents a row holds and
+which anchors are drawn follow from the seed and the step alone, so that a run that was killed and resumed computes
+the same bits as one that was not.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from blockdraft.checkpoints.store import save_draft
+from blockdraft.contract import Contract
+from blockdraft.data.packing import pack_row, packed_order
+from blockdraft.decoding.one_pass import rounds_of_document
+from blockdraft.errors import BlockdraftError
+from blockdraft.fingerprint import already_made, fingerprint
+from blockdraft.folders import write_json
+from blockdraft.losses.objective import BlockMetrics, Objective
+from blockdraft.ops.acceptance import AcceptanceCounts
+from blockdraft.ops.anchors import choose_anchors
+from blockdraft.progress import progress, say
+from blockdraft.records import Document
+from blockdraft.runtime import resolve_dtype
+from blockdraft.settings import TrainSettings, resolved
+from blockdraft.training.creation import create_draft, draft_config, make_contract
+from blockdraft.training.loggers import make_logger
+from blockdraft.training.optimizers import Optimizers
+from blockdraft.training.provenance import provenance
+from blockdraft.training.schedules import learning_rate_factor
+from blockdraft.training.split import split_documents
+from blockdraft.training.state import newest_state, save_state
+from blockdraft.training.states import InProcessStates
+from blockdraft.training.step import row_loss
+from blockdraft.verifiers.base import Verifier
+
+BEST, LAST, STATES = "checkpoint_best", "checkpoint_last", "states"
+RECORD, SUMMARY = "settings.json", "summary.json"
+_SAVING_ONLY = ("save_path", "checkpoint_freq", "log_freq", "logger", "log_dir", "run_name", "threads", "dry_run")
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where training stands; saved with the state."""
+
+    step: int = 0
+    best_length: float = 0.0
+    history: list[dict[str, float]] = field(default_factory=list)
+
+
+class Trainer:
+    """Trains one draft. Building it checks everything that can be checked; `run` does the work."""
+
+    def __init__(self, settings: TrainSettings, verifier: Verifier, documents: Sequence[Document]) -> None:
+        self.settings, self.verifier = settings, verifier
+        self.train, self.validation = split_documents(documents, settings.train_data_ratio)
+        self.config = draft_config(settings, verifier, documents)
+        self.contract: Contract = make_contract(self.config, verifier)
+        self.objective = Objective(settings.per_position_loss_weight, settings.dpace_alpha, settings.decay_gamma)
+        self.rows = self._planned_rows()
+        self.total_steps = max(1, len(self.rows) // settings.grad_accum)
+        self.progress = Progress()
+        self.states = InProcessStates(
+            verifier, [*self.train, *self.validation], self.config.tap_ids, settings.states_memory_gib
+        )
+
+    def _planned_rows(self) -> list[list[int]]:
+        """Document indices of every row of the whole run, in order."""
+        settings = self.settings
+        lengths = [len(document.input_ids) for document in self.train]
+        rows: list[list[int]] = []
+        for epoch in range(math.ceil(settings.epochs)):
+            epoch_rows = packed_order(lengths, settings.total_seq_len, settings.seed, epoch)
+            share = min(1.0, settings.epochs - epoch)
+            rows.extend(epoch_rows[: max(1, round(share * len(epoch_rows)))])
+        return rows
+
+    @property
+    def steps_per_epoch(self) -> float:
+        return self.total_steps / self.settings.epochs
+
+    def facts(self) -> dict[str, Any]:
+        """Everything that determines the trained weights."""
+        settings = {key: value for key, value in resolved(self.settings).items() if key not in _SAVING_ONLY}
+        del (
+            settings["data_path"],
+            settings["verifier_name_or_path"],
+        )  # where they lie does not matter, what they are does
+        tokens = [document.input_ids for document in (*self.train, *self.validation)]
+        return {**settings, "contract": self.contract.to_dict(), "data": fingerprint(tokens)}
+
+    def create(self) -> None:
+        """Make hidden states and a fresh draft."""
+        self.states.fill()
+        self.draft = create_draft(self.config, self.verifier, self.states, self.settings.seed)
+        self.optimizers = Optimizers(self.draft, self.settings)
+
+    def prepare(self) -> None:
+        """Make hidden states and the draft, and take up an earlier run's state if there is one.
+
+        Raises:
+            InputError: the folder holds a run with other settings.
+        """
+        folder = self.settings.save_path
+        already_made(folder / RECORD, _plain(self.facts()), "--save-path")
+        self.create()
+        write_json(folder / RECORD, {"facts": _plain(self.facts()), "settings": resolved(self.settings)})
+        state = newest_state(folder / STATES)
+        if state is not None:
+            self.draft.load_state_dict(state["draft"])
+            self.optimizers.load_state_dict(state["optimizers"])
+            self.progress = Progress(**state["progress"])
+            say(f"resuming after step {self.progress.step} of {self.total_steps}")
+
+    def seconds_per_step(self, num_steps: int = 4) -> float:
+        """Time updates, to plan how many fit into a given time. They spoil the draft: make a new trainer to train."""
+        self._update(0, factor=0.0)  # the first one allocates
+        start = time.monotonic()
+        for step in range(num_steps):
+            self._update(step % self.total_steps, factor=0.0)
+        return (time.monotonic() - start) / num_steps
+
+    def run(self) -> dict[str, Any]:
+        """Train to the end, or up to a signal; returns the summary that is also written to `summary.json`.
+
+        Raises:
+            KeyboardInterrupt: stopped by a signal; the state is saved and the next run goes on from it.
+        """
+        settings, folder = self.settings, self.settings.save_path
+        logger = make_logger(settings.logger, (settings.log_dir or folder / "logs") / settings.run_name)
+        every = max(1, round(settings.checkpoint_freq * self.steps_per_epoch))
+        window: BlockMetrics | None = None
+        losses: list[float] = []
+        with _stop_requested() as stop, progress("training", self.total_steps, self.progress.step) as advance:
+            while self.progress.step < self.total_steps:
+                factor = self._factor(self.progress.step)
+                loss, metrics = self._update(self.progress.step, factor)
+                self.progress.step += 1
+                losses.append(loss)
+                window = metrics if window is None else window + metrics
+                step = self.progress.step
+                if step % settings.log_freq == 0 or step == self.total_steps:
+                    figures = {"loss": sum(losses) / len(losses), **window.figures()}
+                    logger.log({f"train/{k}": v for k, v in figures.items()} | {"train/lr_factor": factor}, step)
+                    advance(0, f"loss {figures['loss']:.3f}, block length {figures['block_length']:.2f}")
+                    window, losses = None, []
+                advance()
+                finished = step == self.total_steps
+                if step % every == 0 or finished:
+                    logger.log({f"validation/{k}": v for k, v in self._validate().items()}, step)
+                if step % every == 0 or finished or stop():
+                    self._save_state()
+                if stop() and not finished:
+                    logger.close()
+                    raise KeyboardInterrupt(f"stopped after step {step}; the same command goes on from there")
+        logger.close()
+        return self._finish()
+
+    def _factor(self, step: int) -> float:
+        settings = self.settings
+        return learning_rate_factor(step, self.total_steps, settings.scheduler_warmup_ratio, settings.scheduler_type)
+
+    def _update(self, step: int, factor: float) -> tuple[float, BlockMetrics]:
+        accum = self.settings.grad_accum
+        total, metrics = 0.0, None
+        for index in range(step * accum, (step + 1) * accum):
+            loss, row_metrics = self._backward(index, accum)
+            total += loss / accum
+            metrics = row_metrics if metrics is None else metrics + row_metrics
+        parameters = list(self.draft.parameters())
+        limit = self.settings.max_grad_norm or math.inf
+        norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
+        if not (math.isfinite(total) and bool(norm.isfinite())):
+            self._refuse_nan(step)
+        self.optimizers.step(factor)
+        assert metrics is not None
+        return total, metrics
+
+    def _backward(self, row_index: int, accum: int) -> tuple[float, BlockMetrics]:
+        indices = self.rows[row_index]
+        row = pack_row([self.train[index] for index in indices])
+        generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + row_index)
+        blocks = choose_anchors(row.loss_mask, row.lengths, self.settings.max_anchors, generator)
+        states = self.states.get(indices, noise_std=self.settings.noise_std, generator=generator)
+        with self._autocast():
+            outcome = row_loss(self.draft, row, states, blocks, self.objective)
+        (outcome.loss / accum).backward()
+        return float(outcome.loss.detach()), outcome.metrics
+
+    def _autocast(self) -> Any:
+        half = self.verifier.dtype == torch.bfloat16
+        return torch.autocast(self.verifier.device.type, torch.bfloat16, enabled=half)
+
+    def _refuse_nan(self, step: int) -> None:
+        broken = [
+            n for n, p in self.draft.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())
+        ]
+        accum = self.settings.grad_accum
+        rows = self.rows[step * accum : (step + 1) * accum]
+        names = [self.train[index].id for row in rows for index in row]
+        raise BlockdraftError(
+            f"step {step + 1}: the gradient of {', '.join(broken[:3]) or 'the loss'} is not finite; "
+            f"documents {names[:8]}; the state before it is kept: lower --lr or --muon-lr, or look at these documents"
+        )
+
+    def _validate(self) -> dict[str, float]:
+        """Exact acceptance on the validation documents; the best so far becomes the best checkpoint."""
+        k = self.contract.default_k
+        rounds = []
+        first = len(self.train)
+        with torch.inference_mode(), self._autocast():
+            for index, document in enumerate(self.validation, start=first):
+                (states,) = self.states.get([index])
+                rounds += rounds_of_document(self.draft, document, states.taps, [k])[k]
+        counts = AcceptanceCounts.of(rounds, k)
+        figures = {"acceptance_length": counts.acceptance_length, "acceptance_rate": counts.acceptance_rate}
+        self.progress.history.append({"step": self.progress.step, **figures})
+        if counts.acceptance_length > self.progress.best_length:
+            self.progress.best_length = counts.acceptance_length
+            self._save_checkpoint(BEST)
+        return figures
+
+    def _save_checkpoint(self, name: str) -> None:
+        seen = sum(len(row) for row in self.rows[: self.progress.step * self.settings.grad_accum])
+        record = provenance(
+            resolved(self.settings),
+            step=self.progress.step,
+            total_steps=self.total_steps,
+            documents_seen=seen,
+            train_documents=len(self.train),
+            validation=self.progress.history[-1:],
+        )
+        dtype = resolve_dtype(self.settings.save_dtype, "--save-dtype")
+        save_draft(self.settings.save_path / name, self.draft, self.contract, dtype, record)
+
+    def _save_state(self) -> None:
+        progress = self.progress
+        state = {
+            "draft": self.draft.state_dict(),
+            "optimizers": self.optimizers.state_dict(),
+            "progress": {"step": progress.step, "best_length": progress.best_length, "history": progress.history},
+        }
+        save_state(self.settings.save_path / STATES, progress.step, state)
+
+    def _finish(self) -> dict[str, Any]:
+        folder = self.settings.save_path
+        self._save_checkpoint(LAST)
+        summary = {
+            "checkpoint": str(folder / BEST),
+            "steps": self.total_steps,
+            "documents": len(self.train),
+            "parameters": sum(parameter.numel() for parameter in self.draft.parameters()),
+            "best_acceptance_length": self.progress.best_length,
+            "history": self.progress.history,
+        }
+        write_json(folder / SUMMARY, summary)
+        return summary
+
+
+@contextmanager
+def _stop_requested() -> Iterator[Any]:
+    """Turn SIGTERM and Ctrl-C into a question that the loop asks between steps; a second Ctrl-C ends at once."""
+    asked = False
+
+    def ask(number: int, _: Any) -> None:
+        nonlocal asked
+        if asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        asked = True
+        say("stopping after this step ...")
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, ask) for number in signals]
+    try:
+        yield lambda: asked
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON makes of a value, so that facts compare equal to facts read back."""
+    return json.loads(json.dumps(value))

@@ -1,0 +1,1 @@
+"""Verifiers: the frozen target models, behind one small interface."""

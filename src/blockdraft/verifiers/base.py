@@ -1,0 +1,90 @@
+"""What every verifier offers, whatever the model behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from blockdraft.contract import VerifierIdentity
+from blockdraft.ops.ragged_kv import RaggedKV
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """Hidden states of some positions.
+
+    Attributes:
+        taps: residual stream after each tapped number of layers, [..., L, E], in ascending order of tap id.
+        final: the stream after the last layer and the final norm, ready for the output head, [..., E].
+    """
+
+    taps: Tensor
+    final: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Widths of a decoder layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+
+
+class VerifierCache(Protocol):
+    """Opaque decoding state of a verifier; `kv.commit` decides what of the last step is kept."""
+
+    kv: RaggedKV
+
+
+class Verifier(Protocol):
+    """A frozen target model, driven one forward pass at a time."""
+
+    identity: VerifierIdentity
+    tokenizer: Any
+    embedding_VE: Tensor
+    """The raw input embedding table, before any scale the family applies."""
+    head_VE: Tensor
+    final_norm: str
+    logit_softcap: float | None
+    context_length: int
+    stop_ids: frozenset[int]
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def layer_shape(self) -> LayerShape:
+        """Shape of the verifier's own decoder layers, which a draft takes over."""
+        ...
+
+    def rope_parameters(self) -> dict[str, Any]:
+        """One flat rotary dictionary (rope_type, rope_theta, scaling keys) that a draft can inherit."""
+        ...
+
+    def states(self, sequences: Sequence[Tensor], tap_ids: Sequence[int]) -> list[States]:
+        """One pass over whole token sequences; each result covers its sequence alone."""
+        ...
+
+    def cache(self, num_rows: int) -> VerifierCache:
+        """An empty decoding cache."""
+        ...
+
+    def extend(self, cache: VerifierCache, tokens_RW: Tensor, tap_ids: Sequence[int]) -> States:
+        """Run `tokens_RW` behind the committed positions of each row, without committing them.
+
+        Returns taps [R, W, L, E] and final [R, W, E].
+        """
+        ...
+
+    def logits(self, final: Tensor) -> Tensor:
+        """float32 logits [..., V] of states that have gone through the final norm, soft cap included."""
+        ...

