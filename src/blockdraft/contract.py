@@ -71,6 +71,7 @@ class Contract:
     windows: tuple[int | None, ...]
     causal: tuple[bool, ...]
     rope_parameters: dict[str, Any]
+    max_position_embeddings: int
     draft_vocab_size: int
     vocab_map_hash: str | None
     compute_dtype: str

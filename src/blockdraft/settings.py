@@ -262,7 +262,7 @@ def build(cls: type[S], flags: Mapping[str, Any], recipe: Path | None = None) ->
         InputError: an unknown key, a value of the wrong type, or a required setting that nobody gave.
     """
     values = {**(read_recipe(recipe, cls) if recipe else {}), **{k: v for k, v in flags.items() if v is not None}}
-    for field in dataclasses.fields(cls):
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         if field.name not in values and field.default is dataclasses.MISSING:
             where = "argument " + field.name.upper() if field.metadata["argument"] else flag_name(field.name)
             raise InputError(where, "missing", field.metadata["help"])
@@ -285,7 +285,7 @@ def read_recipe(path: Path, cls: type) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise InputError("--config", path, "must be a mapping of settings to values")
     hints = typing.get_type_hints(cls)
-    known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    known = {field.name for field in dataclasses.fields(cls)}
     values = {}
     for key, value in raw.items():
         name = str(key).replace("-", "_")

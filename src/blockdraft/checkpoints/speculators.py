@@ -114,7 +114,7 @@ def parse_config(raw: dict[str, Any], where: str) -> tuple[DraftConfig, Contract
             mask_token_id=contract.mask_token_id,
             embedding_scale=contract.embedding_scale,
             rope_parameters=contract.rope_parameters,
-            max_position_embeddings=layer["max_position_embeddings"],
+            max_position_embeddings=contract.max_position_embeddings,
             windows=contract.windows,
             causal=contract.causal,
         )

@@ -121,6 +121,7 @@ def make_contract(config: DraftConfig, verifier: Verifier) -> Contract:
         windows=config.windows,
         causal=config.causal,
         rope_parameters=dict(config.rope_parameters),
+        max_position_embeddings=config.max_position_embeddings,
         draft_vocab_size=config.vocab_size,
         vocab_map_hash=None,
         compute_dtype=dtype_name(verifier.dtype),

@@ -1,0 +1,206 @@
+"""Saving and loading: equal after a round trip, and nothing that is saved is without effect."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from blockdraft.checkpoints.store import CONFIG, WEIGHTS, load_draft, read_contract, save_draft
+from blockdraft.data.packing import pack_row
+from blockdraft.errors import InputError
+from blockdraft.models.block_draft import BlockDraft
+from blockdraft.ops.anchors import choose_anchors
+from blockdraft.training.creation import make_contract
+from blockdraft.verifiers.causal import CausalVerifier
+from conftest import random_document, tiny_config, tiny_draft, tiny_verifier_of
+
+
+def hidden_of(draft: BlockDraft, verifier: CausalVerifier) -> torch.Tensor:
+    row = pack_row([random_document(30, 5, 3)])
+    taps = verifier.states([row.tokens], draft.config.tap_ids)[0].taps
+    return draft(taps, row.tokens, row.positions, choose_anchors(row.loss_mask, row.lengths, 0)).detach()
+
+
+CONFIGS = {
+    "dflash": tiny_config("dflash"),
+    "dflare": tiny_config("dflare"),
+    "mixture": tiny_config("dflash", context_kv="separate"),
+    "raw taps": tiny_config("dflare", standardise_taps=False),
+    "window": tiny_config("dflash", windows=(6, 6)),
+    "causal": tiny_config("dflash", causal=(True, True)),
+}
+
+
+@pytest.fixture(params=CONFIGS)
+def saved(request: pytest.FixtureRequest, tiny_verifier: CausalVerifier, tmp_path: Path) -> tuple[BlockDraft, Path]:
+    draft = tiny_draft(tiny_verifier, CONFIGS[request.param])
+    folder = tmp_path / "draft"
+    save_draft(folder, draft, make_contract(draft.config, tiny_verifier), torch.float32, {"made": "by a test"})
+    return draft, folder
+
+
+def test_export_then_import_is_equal(saved: tuple[BlockDraft, Path], tiny_verifier: CausalVerifier) -> None:
+    draft, folder = saved
+    loaded, contract = load_draft(folder, tiny_verifier, torch.float32)
+    assert torch.equal(hidden_of(loaded, tiny_verifier), hidden_of(draft, tiny_verifier))
+    save_draft(folder.with_name("again"), loaded, contract, torch.float32, {"made": "by a test"})
+    for name in (WEIGHTS, CONFIG):
+        assert (folder / name).read_bytes() == (folder.with_name("again") / name).read_bytes()
+
+
+def test_every_tensor_matters(saved: tuple[BlockDraft, Path], tiny_verifier: CausalVerifier) -> None:
+    _, folder = saved
+    tensors = load_file(folder / WEIGHTS)
+    wanted = hidden_of(load_draft(folder, tiny_verifier, torch.float32)[0], tiny_verifier)
+    for name, tensor in tensors.items():
+        moved = dict(tensors)
+        # A seed of its own: a perturbation along the initial weights would only scale them, and norms undo that.
+        moved[name] = tensor + 0.5 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(99))
+        save_file(moved, folder / WEIGHTS)
+        changed = hidden_of(load_draft(folder, tiny_verifier, torch.float32)[0], tiny_verifier)
+        assert not torch.allclose(changed, wanted, atol=1e-4), f"{name} has no effect"
+        missing = {k: v for k, v in tensors.items() if k != name}
+        save_file(missing, folder / WEIGHTS)
+        with pytest.raises(InputError, match=name.replace(".", r"\.")):
+            load_draft(folder, tiny_verifier, torch.float32)
+    save_file({**tensors, "mask_hidden": torch.zeros(3)}, folder / WEIGHTS)
+    with pytest.raises(InputError, match="mask_hidden"):
+        load_draft(folder, tiny_verifier, torch.float32)
+    save_file({**tensors, "norm.weight": torch.zeros(5)}, folder / WEIGHTS)
+    with pytest.raises(InputError, match=r"norm\.weight: \[5\]"):
+        load_draft(folder, tiny_verifier, torch.float32)
+
+
+def leaves(value, path=()):
+    if isinstance(value, dict):
+        for key, child in value.items():
+            yield from leaves(child, (*path, key))
+    else:
+        yield path
+
+
+def other(value):
+    """A value of the same type that says something else."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)):
+        return value + 2
+    if isinstance(value, str):
+        return value + "x"
+    if isinstance(value, list):
+        return [*value[1:], other(value[0]) if value and value[0] is not None else 5]
+    return 5
+
+
+# Names are for people; a checkpoint that was moved or renamed is the same checkpoint.
+INFORMATIVE = {("blockdraft", "verifier", "name")}
+# These say where or in what dtype something lies; loading follows them, or the other copy of the same fact.
+FOLLOWED = {("dtype",), ("blockdraft", "compute_dtype")}
+
+
+def test_every_config_and_contract_field_matters(
+    saved: tuple[BlockDraft, Path], tiny_verifier: CausalVerifier
+) -> None:
+    """Changing one statement alone is refused (most facts stand twice) or changes what the draft computes."""
+    _, folder = saved
+    original = json.loads((folder / CONFIG).read_text())
+    wanted = hidden_of(load_draft(folder, tiny_verifier, torch.float32)[0], tiny_verifier)
+    for path in leaves(original):
+        if path in INFORMATIVE | FOLLOWED:
+            continue
+        changed = copy.deepcopy(original)
+        place = changed
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = other(place[path[-1]])
+        (folder / CONFIG).write_text(json.dumps(changed))
+        try:
+            draft, _ = load_draft(folder, tiny_verifier, torch.float32)
+        except InputError:
+            continue
+        assert not torch.allclose(hidden_of(draft, tiny_verifier), wanted, atol=1e-5), f"{path} has no effect"
+        del place[path[-1]]
+        (folder / CONFIG).write_text(json.dumps(changed))
+        with pytest.raises(InputError):
+            load_draft(folder, tiny_verifier, torch.float32)
+
+
+def test_compute_dtype_decides_what_auto_means(saved: tuple[BlockDraft, Path]) -> None:
+    _, folder = saved
+    assert read_contract(folder).compute_dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("aux_hidden_state_layer_ids", None), ("block_size", 16), ("unknown_key", 1)]
+)
+def test_missing_conflicting_and_unknown_keys_are_named(
+    tiny_verifier: CausalVerifier, tmp_path: Path, name: str, value: object
+) -> None:
+    draft = tiny_draft(tiny_verifier, tiny_config())
+    folder = tmp_path / "draft"
+    save_draft(folder, draft, make_contract(draft.config, tiny_verifier), torch.float32, {})
+    raw = json.loads((folder / CONFIG).read_text())
+    raw[name] = value
+    if value is None:
+        del raw[name]
+    (folder / CONFIG).write_text(json.dumps(raw))
+    with pytest.raises(InputError, match=name):
+        load_draft(folder, tiny_verifier, torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
+def test_another_verifier_is_refused(tiny_verifier: CausalVerifier, tmp_path: Path, kind: str) -> None:
+    draft = tiny_draft(tiny_verifier, tiny_config())
+    save_draft(tmp_path / "d", draft, make_contract(draft.config, tiny_verifier), torch.float32, {})
+    with pytest.raises(InputError, match="verifier architecture"):
+        load_draft(tmp_path / "d", tiny_verifier_of(kind), torch.float32)
+
+
+def test_damage_and_absence_are_one_line(tiny_verifier: CausalVerifier, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such folder"):
+        load_draft(tmp_path / "none", tiny_verifier, torch.float32)
+    draft = tiny_draft(tiny_verifier, tiny_config())
+    folder = tmp_path / "d"
+    save_draft(folder, draft, make_contract(draft.config, tiny_verifier), torch.float32, {})
+    whole = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(whole[:-50])
+    with pytest.raises(InputError, match="damaged"):
+        load_draft(folder, tiny_verifier, torch.float32)
+    (folder / WEIGHTS).unlink()
+    with pytest.raises(InputError, match="no such file"):
+        load_draft(folder, tiny_verifier, torch.float32)
+    (folder / CONFIG).write_text("{")
+    with pytest.raises(InputError, match="not valid JSON"):
+        load_draft(folder, tiny_verifier, torch.float32)
+
+
+def test_dtype_is_kept(tiny_verifier: CausalVerifier, tmp_path: Path) -> None:
+    draft = tiny_draft(tiny_verifier, tiny_config())
+    save_draft(tmp_path / "d", draft, make_contract(draft.config, tiny_verifier), torch.bfloat16, {})
+    assert {t.dtype for t in load_file(tmp_path / "d" / WEIGHTS).values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "d" / CONFIG).read_text())["dtype"] == "bfloat16"
+
+
+def test_a_failed_save_leaves_the_old_checkpoint(
+    tiny_verifier: CausalVerifier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = tiny_draft(tiny_verifier, tiny_config())
+    contract = make_contract(draft.config, tiny_verifier)
+    save_draft(tmp_path / "d", draft, contract, torch.float32, {})
+    before = (tmp_path / "d" / WEIGHTS).read_bytes()
+    with pytest.raises(TypeError):
+        save_draft(tmp_path / "d", draft, contract, torch.float32, {"not": {1, 2}})
+    assert (tmp_path / "d" / WEIGHTS).read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["d"]
+
+
+def test_mixed_causality_cannot_be_written_in_this_format(tiny_verifier: CausalVerifier, tmp_path: Path) -> None:
+    draft = tiny_draft(tiny_verifier, tiny_config(causal=(True, False)))
+    with pytest.raises(InputError, match="one causality"):
+        save_draft(tmp_path / "d", draft, make_contract(draft.config, tiny_verifier), torch.float32, {})
+    assert not list(tmp_path.iterdir())

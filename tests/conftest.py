@@ -1,0 +1,165 @@
+"""Fixtures: a tiny random verifier of four layers, tiny drafts, and the real SmolLM2-135M-Instruct."""
+
+from __future__ import annotations
+
+import os
+
+from blockdraft.runtime import prepare_environment
+
+prepare_environment()
+os.environ["HF_HUB_OFFLINE"] = "1"  # tests never reach for a hub
+
+import dataclasses  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+from transformers import (  # noqa: E402
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from blockdraft.models.block_draft import BlockDraft  # noqa: E402
+from blockdraft.models.config import METHODS, DraftConfig  # noqa: E402
+from blockdraft.records import Document  # noqa: E402
+from blockdraft.verifiers.causal import CausalVerifier  # noqa: E402
+from blockdraft.verifiers.loading import EMBEDDED, load_verifier, save_folder  # noqa: E402
+
+VOCAB, HIDDEN, LAYERS, MASK = 128, 32, 4, 100
+TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}assistant {% endif %}"
+
+torch.set_num_threads(2)
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """97 words (w0 .. w93, and three control words); ids 97 to 127 are unused rows of the padded vocabulary."""
+    words = ["<pad>", "<end>", "<unk>", *(f"w{i}" for i in range(93)), "assistant"]
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<end>", unk_token="<unk>", chat_template=TEMPLATE
+    )
+
+
+_COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 64,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "initializer_range": 0.3,
+}
+
+
+def tiny_model(kind: str) -> PreTrainedModel:
+    """A random causal language model of one of several families."""
+    torch.manual_seed(1)
+    if kind == "llama":
+        return LlamaForCausalLM(LlamaConfig(**_COMMON, tie_word_embeddings=False))
+    if kind == "llama_tied":
+        return LlamaForCausalLM(LlamaConfig(**_COMMON, tie_word_embeddings=True))
+    if kind == "qwen3":
+        return Qwen3ForCausalLM(Qwen3Config(**_COMMON))
+    if kind == "mistral_window":
+        return MistralForCausalLM(MistralConfig(**_COMMON, sliding_window=4))
+    if kind == "gemma3":
+        config = Gemma3TextConfig(
+            **_COMMON,
+            sliding_window=4,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            final_logit_softcapping=5.0,
+        )
+        return Gemma3ForCausalLM(config)
+    raise KeyError(kind)
+
+
+FAMILIES = ("llama", "llama_tied", "qwen3", "mistral_window", "gemma3")
+
+
+def tiny_verifier_of(kind: str, dtype: torch.dtype = torch.float32) -> CausalVerifier:
+    model = tiny_model(kind).to(dtype)
+    model.generation_config.eos_token_id = 1
+    verifier = CausalVerifier(model, tiny_tokenizer(), f"tiny-{kind}")
+    verifier.prove()
+    return verifier
+
+
+@pytest.fixture(scope="session")
+def tiny_verifier() -> CausalVerifier:
+    return tiny_verifier_of("llama")
+
+
+def tiny_config(method: str = "dflash", **changes: object) -> DraftConfig:
+    base = DraftConfig(
+        hidden_size=HIDDEN,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        intermediate_size=64,
+        rms_norm_eps=1e-6,
+        vocab_size=VOCAB,
+        tap_ids=(0, 2, 4),
+        **METHODS[method],
+        standardise_taps=True,
+        block_size=8,
+        mask_token_id=MASK,
+        embedding_scale=1.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        max_position_embeddings=256,
+        windows=(None, None),
+        causal=(False, False),
+    )
+    return dataclasses.replace(base, **changes)
+
+
+def tiny_draft(verifier: CausalVerifier, config: DraftConfig, seed: int = 0) -> BlockDraft:
+    """A draft with random weights and norms that are not one: norms of one hide faults."""
+    draft = BlockDraft(config)
+    draft.borrow(verifier.embedding_VE, verifier.head_VE)
+    draft.initialise(seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for name, parameter in draft.named_parameters():
+            if parameter.ndim == 1 and name != "norm.weight":
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+            elif parameter.ndim == 2 and "fusion_weights" not in name:
+                parameter.mul_(8)
+        if draft.fusion.statistics is not None:
+            taps = verifier.states([torch.arange(3, 60)], config.tap_ids)[0].taps
+            draft.fusion.statistics.calibrate(taps)
+    return draft.eval()
+
+
+def random_document(length: int, reply_start: int, seed: int, name: str | None = None) -> Document:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 96, (length,), generator=generator).tolist()
+    return Document(name or f"doc{seed}", ids, reply_start, "length")
+
+
+@pytest.fixture(scope="session")
+def real_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M-Instruct, unpacked from its GGUF into an ordinary folder."""
+    folder = tmp_path_factory.mktemp("real") / "verifier"
+    save_folder(load_verifier(EMBEDDED, torch.float32), folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def real_verifier(real_folder: Path) -> CausalVerifier:
+    return load_verifier(str(real_folder), torch.float32)

@@ -1,0 +1,76 @@
+"""Prompt files and the shipped workloads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from blockdraft.data.prompts import encode_prompt, prompt_lines, read_prompts
+from blockdraft.data.workloads import WORKLOADS, workload_prompts
+from blockdraft.errors import InputError
+from conftest import tiny_tokenizer
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_workloads_are_fixed_and_their_parts_disjoint(workload: str) -> None:
+    train, heldout = workload_prompts(workload)
+    assert (train, heldout) == workload_prompts(workload)
+    assert len(train) >= 200 and len(heldout) >= 20
+    last = [c[-1]["content"] for c in train]
+    assert len(set(last)) == len(last)
+    assert not set(last) & {c[-1]["content"] for c in heldout}
+    assert all(c[-1]["role"] == "user" for c in train + heldout)
+
+
+def test_heldout_records_use_values_no_training_record_uses() -> None:
+    from blockdraft.data.workloads import records
+
+    for key, values in records._HELDOUT.items():
+        assert not set(values) & set(records._TRAIN[key])
+    assert not set(records._HELDOUT_PATTERNS) & set(records._TRAIN_PATTERNS)
+
+
+def test_round_trip_and_reply_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    conversation = [{"role": "user", "content": "w1 w2 é"}]
+    path.write_text(prompt_lines([conversation]) + json.dumps({"prompt": "w3"}) + "\n\n", encoding="utf-8")
+    assert read_prompts(path, "--data-path") == [conversation, [{"role": "user", "content": "w3"}]]
+    path.write_text(json.dumps({"messages": [*conversation, {"role": "assistant", "content": "old"}]}))
+    assert read_prompts(path, "--data-path") == [conversation]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("", "no prompts"),
+        ("{", "line 1"),
+        ("[1]", "line 1"),
+        ('{"messages": []}', "no message"),
+        ('{"messages": [{"role": "robot_x", "content": "a"}]}', "robot_x"),
+        ('{"messages": [{"role": "user", "content": null}]}', "not a text"),
+        ('{"messages": [{"role": "user", "content": "  "}]}', "empty"),
+        ('{"messages": [{"role": "user", "content": ["a"]}]}', "not a text"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', "no message"),
+        ('{"other": 1}', "must be a list"),
+    ],
+)
+def test_bad_rows_are_named(tmp_path: Path, line: str, says: str) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(line)
+    with pytest.raises(InputError, match=says):
+        read_prompts(path, "--data-path")
+
+
+def test_not_text(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_bytes(b"\xff\xfe{}")
+    with pytest.raises(InputError, match="UTF-8"):
+        read_prompts(tmp_path / "p.jsonl", "--data-path")
+    with pytest.raises(InputError, match="cannot be opened"):
+        read_prompts(tmp_path / "none.jsonl", "--data-path")
+
+
+def test_encoding_ends_where_the_reply_starts() -> None:
+    ids = encode_prompt(tiny_tokenizer(), [{"role": "user", "content": "w1 w2"}])
+    assert ids[-1] == 96 and ids[1:3] == [4, 5]

@@ -1,0 +1,59 @@
+"""Block attention against its dense twin, values and gradients, at awkward sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from blockdraft.data.packing import pack_row
+from blockdraft.ops import attention
+from blockdraft.ops.anchors import choose_anchors
+from conftest import random_document
+
+LAYOUTS = {
+    "one block": [(9, 7)],
+    "one token of context": [(4, 1)],
+    "odd sizes": [(63, 20), (7, 2), (65, 30)],
+    "many short": [(5, 2)] * 7,
+    "chunk boundary": [(90, 10)],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("block_size", [2, 7, 8])
+@pytest.mark.parametrize(("window", "causal"), [(None, False), (5, False), (None, True), (3, True)])
+def test_equals_the_dense_twin(layout: str, block_size: int, window: int | None, causal: bool) -> None:
+    documents = [random_document(length, start, i) for i, (length, start) in enumerate(LAYOUTS[layout])]
+    row = pack_row(documents)
+    blocks = choose_anchors(row.loss_mask, row.lengths, max_anchors=0)
+    n, t = len(blocks), len(row.tokens)
+    generator = torch.Generator().manual_seed(0)
+
+    def leaf(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    tensors = (
+        leaf(n, block_size, 6, 8),
+        leaf(n, block_size, 2, 8),
+        leaf(n, block_size, 2, 8),
+        leaf(t, 2, 8),
+        leaf(t, 2, 8),
+    )
+    fast = attention.block_attention(*tensors, blocks, window, causal)
+    plain = attention.block_attention_plain(*tensors, blocks, window, causal)
+    # The softmax itself is float32 on both sides.
+    torch.testing.assert_close(fast, plain, rtol=1e-5, atol=1e-6)
+    weight = torch.randn(fast.shape, generator=generator, dtype=torch.float64)
+    fast_grads = torch.autograd.grad((fast * weight).sum(), tensors)
+    plain_grads = torch.autograd.grad((plain * weight).sum(), tensors)
+    for got, wanted in zip(fast_grads, plain_grads, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_no_blocks() -> None:
+    row = pack_row([random_document(4, 3, 0)])
+    blocks = choose_anchors(row.loss_mask, row.lengths, max_anchors=0)
+    assert len(blocks) == 0
+    empty = torch.zeros(0, 8, 4, 8)
+    out = attention.block_attention(empty, empty[:, :, :2], empty[:, :, :2], torch.zeros(4, 2, 8), torch.zeros(4, 2, 8), blocks, None, False)
+    assert out.shape == (0, 8, 4, 8)

@@ -1,0 +1,282 @@
+"""Training: it learns, it resumes to the same bits, and it refuses what it should."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from blockdraft.checkpoints.store import load_draft
+from blockdraft.decoding.one_pass import one_pass_acceptance
+from blockdraft.errors import BlockdraftError, InputError
+from blockdraft.ops.acceptance import AcceptanceCounts
+from blockdraft.records import Document
+from blockdraft.settings import TrainSettings
+from blockdraft.training import trainer as module
+from blockdraft.training.creation import draft_config, resolve_mask_token, spread_taps
+from blockdraft.training.schedules import learning_rate_factor
+from blockdraft.training.split import split_documents
+from blockdraft.training.states import InProcessStates
+from blockdraft.training.step import block_targets
+from blockdraft.training.trainer import BEST, LAST, STATES, Trainer
+from blockdraft.verifiers.causal import CausalVerifier
+from conftest import random_document
+
+DOCUMENTS = [random_document(24 + i % 5, 6 + i % 3, i) for i in range(12)]
+
+
+def settings_of(folder: Path, **changes: object) -> TrainSettings:
+    base = TrainSettings(
+        dtype="float32",
+        data_path=folder / "data",
+        save_path=folder / "run",
+        num_taps=3,
+        epochs=2.0,
+        total_seq_len=80,
+        max_anchors=16,
+        mask_token_id=100,
+        train_data_ratio=0.7,
+        logger="none",
+        muon_lr=0.02,
+    )
+    return dataclasses.replace(base, **changes)
+
+
+def trained(settings: TrainSettings, verifier: CausalVerifier, documents=DOCUMENTS) -> dict:
+    trainer = Trainer(settings, verifier, documents)
+    trainer.prepare()
+    return trainer.run()
+
+
+def weights(folder: Path, name: str = LAST) -> bytes:
+    return (folder / "run" / name / "model.safetensors").read_bytes()
+
+
+def greedy_document(verifier: CausalVerifier, length: int = 40) -> Document:
+    """A row that is the verifier's own greedy text."""
+    ids = [5, 9, 23]
+    for _ in range(length - 3):
+        states = verifier.states([torch.tensor(ids)], [])[0]
+        ids.append(int(verifier.logits(states.final[-1]).argmax()))
+    return Document("memo", ids, 3, "length")
+
+
+@pytest.mark.parametrize("method", ["dflash", "dflare"])
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_memorising_one_row_reaches_full_acceptance(
+    tiny_verifier: CausalVerifier, tmp_path: Path, method: str, optimizer: str
+) -> None:
+    memo = greedy_document(tiny_verifier)
+    other = Document("other", memo.input_ids[:-1], 3, "length")
+    settings = settings_of(
+        tmp_path, speculator_type=method, optimizer=optimizer, epochs=250.0, max_anchors=0, total_seq_len=40,
+        checkpoint_freq=1000.0, scheduler_type="constant", lr=1e-2,
+        mask_token_id=next(token for token in range(97, 128) if token not in memo.input_ids),
+    )  # fmt: skip
+    trained(settings, tiny_verifier, [memo, other])
+    draft, _ = load_draft(tmp_path / "run" / LAST, tiny_verifier, torch.float32)
+    (outcome,) = one_pass_acceptance(tiny_verifier, draft, [memo], [7])
+    assert outcome.disagreements == 0
+    rounds = outcome.rounds[7]
+    assert [r.accepted for r in rounds[:-1]] == [7] * (len(rounds) - 1)
+    assert AcceptanceCounts.of(rounds, 7).acceptance_length > 7
+
+
+def test_a_killed_run_resumes_to_the_same_bits(
+    tiny_verifier: CausalVerifier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    common = {"grad_accum": 2, "noise_std": 0.05, "epochs": 3.0}
+    trained(settings_of(tmp_path / "whole", **common), tiny_verifier)
+    original, seen = Trainer._update, []
+
+    def update(self: Trainer, step: int, factor: float):
+        seen.append([self.rows[i] for i in range(2 * step, 2 * step + 2)])
+        if len(seen) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, step, factor)
+
+    monkeypatch.setattr(Trainer, "_update", update)
+    with pytest.raises(KeyboardInterrupt, match="stopped after step 2"):
+        trained(settings_of(tmp_path / "killed", **common), tiny_verifier)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    summary = trained(settings_of(tmp_path / "killed", **common), tiny_verifier)
+    assert weights(tmp_path / "whole") == weights(tmp_path / "killed")
+    plan = Trainer(settings_of(tmp_path / "whole", **common), tiny_verifier, DOCUMENTS).rows
+    assert [row for step in seen for row in step] == plan[: 2 * summary["steps"]]
+
+
+def test_a_damaged_newest_state_falls_back_to_the_one_before(
+    tiny_verifier: CausalVerifier, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = settings_of(tmp_path, epochs=3.0)
+    trained(settings, tiny_verifier)
+    wanted = weights(tmp_path)
+    states = sorted((tmp_path / "run" / STATES).iterdir())
+    assert len(states) == 2
+    whole = (states[-1] / "state.pt").read_bytes()
+    (states[-1] / "state.pt").write_bytes(whole[: len(whole) // 2])
+    trained(settings, tiny_verifier)
+    said = capfd.readouterr().err
+    assert f"{states[-1].name} is damaged" in said and "resuming after step" in said
+    assert weights(tmp_path) == wanted
+
+
+def test_same_seed_same_bits_and_another_seed_others(tiny_verifier: CausalVerifier, tmp_path: Path) -> None:
+    results = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        (tmp_path / name).mkdir()
+        trained(settings_of(tmp_path / name, seed=seed), tiny_verifier)
+        results.append(weights(tmp_path / name))
+    assert results[0] == results[1] != results[2]
+
+
+def test_states_not_kept_in_memory_train_the_same(tiny_verifier: CausalVerifier, tmp_path: Path) -> None:
+    """Without allowance for kept states they are made with each row; the result agrees to rounding."""
+    drafts = []
+    for name, memory in (("kept", 1.0), ("remade", 0.0)):
+        (tmp_path / name).mkdir()
+        trained(settings_of(tmp_path / name, states_memory_gib=memory), tiny_verifier)
+        drafts.append(load_draft(tmp_path / name / "run" / LAST, tiny_verifier, torch.float32)[0])
+    for a, b in zip(drafts[0].parameters(), drafts[1].parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
+
+
+def test_other_settings_do_not_continue_a_run(tiny_verifier: CausalVerifier, tmp_path: Path) -> None:
+    trained(settings_of(tmp_path), tiny_verifier)
+    with pytest.raises(InputError, match="was made with lr 0.002, now asked for 0.001"):
+        Trainer(settings_of(tmp_path, lr=0.001), tiny_verifier, DOCUMENTS).prepare()
+
+
+def test_best_is_the_peak_of_real_acceptance(
+    tiny_verifier: CausalVerifier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = iter([1.2, 1.9, 1.4])
+
+    class Counts:
+        def __init__(self, length: float) -> None:
+            self.acceptance_length, self.acceptance_rate = length, 0.0
+
+    monkeypatch.setattr(module.AcceptanceCounts, "of", lambda rounds, k: Counts(next(lengths)))
+    summary = trained(settings_of(tmp_path, epochs=3.0), tiny_verifier)
+    steps = [entry["step"] for entry in summary["history"]]
+    record = json.loads((tmp_path / "run" / BEST / "provenance.json").read_text())
+    assert record["step"] == steps[1] and summary["best_acceptance_length"] == 1.9
+
+
+def test_nan_stops_the_run_and_names_where(
+    tiny_verifier: CausalVerifier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(settings_of(tmp_path), tiny_verifier, DOCUMENTS)
+    trainer.prepare()
+    with torch.no_grad():
+        trainer.draft.layers[0].mlp.up_proj.weight[0, 0] = torch.nan
+    with pytest.raises(BlockdraftError, match=r"step 1: the gradient of .* is not finite; documents \['doc"):
+        trainer.run()
+
+
+def test_norm_weights_move(tiny_verifier: CausalVerifier, tmp_path: Path) -> None:
+    """Float32 masters: no norm weight is stuck at one, as bfloat16 ones are at small rates."""
+    trained(settings_of(tmp_path, lr=1e-4, epochs=10.0), tiny_verifier)
+    draft, _ = load_draft(tmp_path / "run" / LAST, tiny_verifier, torch.float32)
+    for name, parameter in draft.named_parameters():
+        if "layernorm" in name or "hidden_norm" in name:
+            assert float((parameter == 1).float().mean()) < 0.05, name
+
+
+def test_tensorboard_receives_the_curves(tiny_verifier: CausalVerifier, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trained(settings_of(tmp_path, logger="tensorboard", log_freq=1), tiny_verifier)
+    events = EventAccumulator(str(tmp_path / "run" / "logs" / "draft"))
+    events.Reload()
+    tags = set(events.Tags()["scalars"])
+    assert {"train/loss", "train/accuracy", "train/block_length", "validation/acceptance_length"} <= tags
+    assert len(events.Scalars("train/loss")) >= 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"target_layer_ids": (0, 5)}, "--target-layer-ids: 5: must be in 0..4"),
+        ({"target_layer_ids": (3, 1)}, "must be ascending"),
+        ({"target_layer_ids": (1, 1)}, "without repetition"),
+        ({"mask_token_id": 128}, "must be in 0..127"),
+        ({"mask_token_id": DOCUMENTS[0].input_ids[7]}, "occurs in the data"),
+    ],
+)
+def test_bad_choices_are_refused_by_name(
+    tiny_verifier: CausalVerifier, tmp_path: Path, changes: dict, says: str
+) -> None:
+    with pytest.raises(InputError, match=says):
+        Trainer(settings_of(tmp_path, **changes), tiny_verifier, DOCUMENTS)
+    assert not list(tmp_path.iterdir())
+
+
+def test_mask_token_is_resolved_in_order(tiny_verifier: CausalVerifier, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_mask_token(101, tiny_verifier, DOCUMENTS) == 101
+    assert resolve_mask_token(None, tiny_verifier, DOCUMENTS) == 97  # the first row that the tokenizer does not use
+    tokenizer = tiny_verifier.tokenizer
+    monkeypatch.setattr(type(tokenizer), "mask_token_id", 99, raising=False)
+    assert resolve_mask_token(None, tiny_verifier, DOCUMENTS) == 99
+    monkeypatch.setattr(type(tokenizer), "mask_token_id", None, raising=False)
+    monkeypatch.setattr(type(tokenizer), "__len__", lambda self: 128)
+    with pytest.raises(InputError, match="no mask token and no unused row"):
+        resolve_mask_token(None, tiny_verifier, DOCUMENTS)
+
+
+def test_targets_are_the_verifiers_choice_one_before_the_slot() -> None:
+    from blockdraft.ops.anchors import Blocks
+
+    greedy = torch.arange(100, 112)
+    blocks = Blocks(torch.tensor([2, 7]), torch.tensor([0, 0]), torch.tensor([10, 10]))
+    targets, mask = block_targets(greedy, blocks, 5)
+    assert targets.tolist() == [[102, 103, 104, 105], [107, 108, 0, 0]]
+    assert mask.tolist() == [[True] * 4, [True, True, False, False]]
+
+
+def test_targets_come_from_the_verifier_and_not_from_the_file(tiny_verifier: CausalVerifier) -> None:
+    document = random_document(20, 5, 1)
+    (states,) = InProcessStates(tiny_verifier, [document], (2,), 1.0).get([0])
+    wanted = tiny_verifier.model(torch.tensor([document.input_ids])).logits[0].argmax(-1)
+    assert states.greedy[4:].tolist() == wanted[4:].tolist()
+    assert states.greedy[:4].tolist() == [-1] * 4
+
+
+def test_split_is_by_content() -> None:
+    documents = [random_document(10, 3, i) for i in range(200)]
+    train, validation = split_documents(documents, 0.8)
+    assert not {d.id for d in train} & {d.id for d in validation}
+    assert 130 < len(train) < 185
+    more = [*reversed(documents), *(random_document(10, 3, i) for i in range(200, 260))]
+    again, _ = split_documents(more, 0.8)
+    assert {d.id for d in train} <= {d.id for d in again}
+    for ratio in (0.001, 0.999):
+        assert all(split_documents(documents[:5], ratio))
+    with pytest.raises(InputError, match="two different"):
+        split_documents([documents[0]] * 4, 0.5)
+
+
+def test_default_taps_are_the_published_ones() -> None:
+    assert spread_taps(36, 5) == (2, 10, 18, 26, 34)  # the published Qwen3-8B draft, in this numbering
+    assert spread_taps(30, 1) == (15,)
+    assert spread_taps(4, 5) == (2,)
+
+
+def test_draft_takes_the_verifiers_shape(tiny_verifier: CausalVerifier, tmp_path: Path) -> None:
+    config = draft_config(settings_of(tmp_path), tiny_verifier, DOCUMENTS)
+    assert (config.head_dim, config.num_heads, config.num_kv_heads, config.intermediate_size) == (16, 4, 2, 64)
+
+
+def test_schedules() -> None:
+    for kind in ("cosine", "linear", "constant"):
+        factors = [learning_rate_factor(s, 100, 0.1, kind) for s in range(100)]
+        assert factors[0] == pytest.approx(0.1) and max(factors) == 1.0 == factors[10]
+        assert all(a >= b for a, b in zip(factors[10:], factors[11:], strict=False))
+        assert (factors[-1] < 0.05) == (kind != "constant")

