@@ -35,7 +35,10 @@ from blockdraft.verifiers.causal import CausalVerifier  # noqa: E402
 from blockdraft.verifiers.loading import EMBEDDED, load_verifier, save_folder  # noqa: E402
 
 VOCAB, HIDDEN, LAYERS, MASK = 128, 32, 4, 100
-TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}assistant {% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)
 
 torch.set_num_threads(2)
 

@@ -100,6 +100,14 @@ class SamplingSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ConvertSettings:
+    """Unpack a GGUF verifier into an ordinary bfloat16 folder, which vLLM and transformers load."""
+
+    source: str = required("the embedded smollm2-135m-instruct, or a .gguf file", argument=True)
+    save_path: Path = required("folder to write")
+
+
+@dataclass(frozen=True, kw_only=True)
 class PrepareSettings:
     """Write a workload's prompts as files."""
 

@@ -103,9 +103,7 @@ INFORMATIVE = {("blockdraft", "verifier", "name")}
 FOLLOWED = {("dtype",), ("blockdraft", "compute_dtype")}
 
 
-def test_every_config_and_contract_field_matters(
-    saved: tuple[BlockDraft, Path], tiny_verifier: CausalVerifier
-) -> None:
+def test_every_config_and_contract_field_matters(saved: tuple[BlockDraft, Path], tiny_verifier: CausalVerifier) -> None:
     """Changing one statement alone is refused (most facts stand twice) or changes what the draft computes."""
     _, folder = saved
     original = json.loads((folder / CONFIG).read_text())

@@ -122,7 +122,9 @@ def test_folded_projection_equals_standardised_taps() -> None:
     statistics = TapStatistics(3, 8).double()
     statistics.calibrate(taps)
     weight = torch.randn(5, 24, generator=generator, dtype=torch.float64)
-    standardised = (taps - (taps * statistics.direction).sum(-1, keepdim=True) * statistics.direction) / statistics.scale
+    standardised = (
+        taps - (taps * statistics.direction).sum(-1, keepdim=True) * statistics.direction
+    ) / statistics.scale
     torch.testing.assert_close(taps.flatten(1) @ statistics.fold(weight).T, standardised.flatten(1) @ weight.T)
 
 

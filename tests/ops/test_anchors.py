@@ -23,7 +23,9 @@ def test_anchors_are_supervised_distinct_sorted_and_have_a_successor(lengths: li
     anchors = blocks.anchors.tolist()
     assert anchors == sorted(set(anchors))
     assert all(row.loss_mask[a] and row.loss_mask[a + 1] for a in anchors)
-    assert all(s <= a and a + 1 < e for a, s, e in zip(anchors, blocks.starts.tolist(), blocks.ends.tolist(), strict=True))
+    assert all(
+        s <= a and a + 1 < e for a, s, e in zip(anchors, blocks.starts.tolist(), blocks.ends.tolist(), strict=True)
+    )
     possible = sum(max(0, len(d.reply) - 1) for d in documents)
     assert len(blocks) == (min(cap, possible) if cap else possible)
 

@@ -55,5 +55,7 @@ def test_no_blocks() -> None:
     blocks = choose_anchors(row.loss_mask, row.lengths, max_anchors=0)
     assert len(blocks) == 0
     empty = torch.zeros(0, 8, 4, 8)
-    out = attention.block_attention(empty, empty[:, :, :2], empty[:, :, :2], torch.zeros(4, 2, 8), torch.zeros(4, 2, 8), blocks, None, False)
+    out = attention.block_attention(
+        empty, empty[:, :, :2], empty[:, :, :2], torch.zeros(4, 2, 8), torch.zeros(4, 2, 8), blocks, None, False
+    )
     assert out.shape == (0, 8, 4, 8)

@@ -150,7 +150,7 @@ def test_states_not_kept_in_memory_train_the_same(tiny_verifier: CausalVerifier,
 
 def test_other_settings_do_not_continue_a_run(tiny_verifier: CausalVerifier, tmp_path: Path) -> None:
     trained(settings_of(tmp_path), tiny_verifier)
-    with pytest.raises(InputError, match="was made with lr 0.002, now asked for 0.001"):
+    with pytest.raises(InputError, match=r"was made with lr 0\.002, now asked for 0\.001"):
         Trainer(settings_of(tmp_path, lr=0.001), tiny_verifier, DOCUMENTS).prepare()
 
 
@@ -278,5 +278,5 @@ def test_schedules() -> None:
     for kind in ("cosine", "linear", "constant"):
         factors = [learning_rate_factor(s, 100, 0.1, kind) for s in range(100)]
         assert factors[0] == pytest.approx(0.1) and max(factors) == 1.0 == factors[10]
-        assert all(a >= b for a, b in zip(factors[10:], factors[11:], strict=False))
+        assert factors[10:] == sorted(factors[10:], reverse=True)
         assert (factors[-1] < 0.05) == (kind != "constant")

@@ -51,6 +51,12 @@ VERBS: dict[str, Verb] = {
             "blockdraft quickstart --workload chat",
         ),
     ),
+    "convert": Verb(
+        s.ConvertSettings,
+        _PIPELINE + "prepare:convert",
+        _TABLES + "show_fields",
+        ("blockdraft convert smollm2-135m-instruct --save-path runs/verifier",),
+    ),
     "prepare": Verb(
         s.PrepareSettings,
         _PIPELINE + "prepare:prepare",

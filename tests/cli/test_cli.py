@@ -1,0 +1,187 @@
+"""The command line: help, exit codes, one line for a mistake, nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from blockdraft.checkpoints.store import save_draft
+from blockdraft.cli.flags import list_flags, spread_lists
+from blockdraft.cli.main import run
+from blockdraft.cli.verbs import VERBS
+from blockdraft.errors import InputError
+from blockdraft.settings import TrainSettings, build, resolved
+from blockdraft.training.creation import make_contract
+from blockdraft.verifiers.loading import load_verifier, save_folder
+from conftest import tiny_config, tiny_draft, tiny_verifier_of
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny verifier, a draft for it, prompts, and a verifier that the draft does not fit."""
+    root = tmp_path_factory.mktemp("cli")
+    save_folder(tiny_verifier_of("llama"), root / "verifier")
+    save_folder(tiny_verifier_of("qwen3"), root / "stranger")
+    verifier = load_verifier(str(root / "verifier"), torch.float32)
+    draft = tiny_draft(verifier, tiny_config("dflare"))
+    save_draft(root / "draft", draft, make_contract(draft.config, verifier), torch.float32, {})
+    prompts = [{"messages": [{"role": "user", "content": f"w{i} w{i + 1} w{2 * i}"}]} for i in range(12)]
+    (root / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
+    (root / "empty.jsonl").write_text("\n")
+    (root / "long.jsonl").write_text(json.dumps({"prompt": "w5 " * 400}))
+    return root
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = run([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_has_examples_and_defaults(capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    code, out, _ = call(capsys, verb, "--help")
+    assert code == 0
+    assert "Examples" in out and f"blockdraft {verb}" in " ".join(out.split())
+    assert "default:" in out or verb in ("prepare", "convert")
+
+
+def test_the_whole_chain_by_commands(capsys: pytest.CaptureFixture[str], workshop: Path, tmp_path: Path) -> None:
+    verifier = ("--verifier-name-or-path", workshop / "verifier", "--dtype", "float32")
+    code, out, err = call(
+        capsys, "regenerate", *verifier, "--data-path", workshop / "prompts.jsonl", "--save-path", tmp_path / "data",
+        "--max-new-tokens", 20, "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    assert json.loads(out)["documents"] == 12
+    train = (
+        "train", *verifier, "--data-path", tmp_path / "data", "--save-path", tmp_path / "run", "--epochs", 1.5,
+        "--total-seq-len", 64, "--target-layer-ids", 1, 2, 4, "--logger", "none",
+    )  # fmt: skip
+    code, out, err = call(capsys, *train, "--dry-run", "--json")
+    assert code == 0, err
+    assert json.loads(out)["settings"]["target_layer_ids"] == [1, 2, 4] and not (tmp_path / "run").exists()
+    code, out, err = call(capsys, *train)
+    assert code == 0, err
+    assert "Exact acceptance" in out
+    checkpoint = tmp_path / "run" / "checkpoint_best"
+    evaluate = ("evaluate", checkpoint, "--data-path", workshop / "prompts.jsonl", "--max-new-tokens", 12)
+    code, out, err = call(capsys, *evaluate, "--k", 1, 7, "--decode", "--json")
+    assert code == 0, err
+    result = json.loads(out)
+    assert set(result["acceptance"]) == {"1", "7"}
+    for proof in result["decoding"].values():
+        assert proof["identical"] == proof["same_rounds_as_one_pass"] == 12
+        assert proof["faults"] == 0
+    code, out, err = call(capsys, *evaluate, "--decode")
+    assert code == 0 and "acceptance length" in out and "token-identical" in out
+    code, out, err = call(capsys, "generate", checkpoint, "w3 w4", "--show-drafts", "--max-new-tokens", 9)
+    assert code == 0 and "acceptance length" in out and "accepted by the verifier" in out
+
+
+def test_sampling_with_a_draft_by_command(capsys: pytest.CaptureFixture[str], workshop: Path) -> None:
+    arguments = ("generate", workshop / "draft", "w1", "w2 w3", "--temperature", 0.9, "--seed", 4, "--batch-size", 2)
+    results = [json.loads(call(capsys, *arguments, "--max-new-tokens", 8, "--json")[1]) for _ in range(2)]
+    tokens = [[reply["tokens"] for reply in result["replies"]] for result in results]
+    assert tokens[0] == tokens[1] and len(tokens[0]) == 2
+
+
+BAD = {
+    "unknown flag": (("evaluate", "{draft}", "--nonsense"), "--nonsense"),
+    "missing argument": (("evaluate",), "argument CHECKPOINT: missing"),
+    "missing flag": (("train", "--data-path", "x"), "--save-path: missing"),
+    "not a number": (("evaluate", "{draft}", "--batch-size", "many"), "batch-size"),
+    "K of zero": (("evaluate", "{draft}", "--k", "0"), "--k: 0: a draft of block size 8 proposes 1 to 7"),
+    "K too large": (("evaluate", "{draft}", "--k", "8"), "--k: 8: a draft of block size 8 proposes 1 to 7"),
+    "generate with K too large": (("generate", "{draft}", "w1", "--k", "9"), "--k: 9"),
+    "another verifier": (
+        ("evaluate", "{draft}", "--verifier-name-or-path", "{root}/stranger"),
+        "verifier architecture: the draft was trained for LlamaForCausalLM",
+    ),
+    "no checkpoint": (("evaluate", "{root}/nothing"), "checkpoint: {root}/nothing: no such folder"),
+    "empty prompt file": (("evaluate", "{draft}", "--data-path", "{root}/empty.jsonl"), "no prompts in it"),
+    "prompt too long": (("evaluate", "{draft}", "--data-path", "{root}/long.jsonl"), "context holds 256"),
+    "empty prompt": (("generate", "{draft}", " "), "prompt 1: empty"),
+    "no prompt": (("generate", "{draft}"), "give prompts or --data-path"),
+    "bad dtype": (("evaluate", "{draft}", "--dtype", "float16"), "--dtype: float16: choose one of"),
+    "bad workload": (("prepare", "--save-path", "{out}", "--workload", "songs"), "--workload: songs"),
+    "missing GGUF": (
+        ("regenerate", "--verifier-name-or-path", "{root}/no.gguf", "--data-path", "{root}/prompts.jsonl",
+         "--save-path", "{out}"),
+        "no such GGUF file",
+    ),
+    "broken recipe": (("train", "--config", "{root}/prompts.jsonl"), "--config"),
+    "bad top-p": (("generate", "{draft}", "w1", "--top-p", "0"), "--top-p: 0.0: must be above 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_code_2(
+    capsys: pytest.CaptureFixture[str], workshop: Path, tmp_path: Path, case: str
+) -> None:
+    arguments, says = BAD[case]
+    places = {"draft": str(workshop / "draft"), "root": str(workshop), "out": str(tmp_path / "out")}
+    code, out, err = call(capsys, *(argument.format(**places) for argument in arguments))
+    assert code == 2
+    assert says.format(**places) in err
+    assert err.count("\n") == 1 and "Traceback" not in err and not out
+    assert not list(tmp_path.iterdir())
+
+
+def test_recipe_gives_way_to_flags_and_refuses_what_it_does_not_know(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("data-path: d\nsave_path: s\nlr: 1\ntarget-layer-ids: [1, 2]\nmask_token_id: null\n")
+    settings = build(TrainSettings, {"epochs": 3.0, "lr": None}, recipe)
+    assert (settings.lr, settings.epochs, settings.target_layer_ids, settings.save_path) == (
+        1.0,
+        3.0,
+        (1, 2),
+        Path("s"),
+    )
+    assert build(TrainSettings, {"lr": 0.5}, recipe).lr == 0.5
+    assert json.loads(json.dumps(resolved(settings)))["data_path"] == "d"
+    toml = tmp_path / "r.toml"
+    toml.write_text('data-path = "d"\nsave-path = "s"\nblock-size = 4\n')
+    assert build(TrainSettings, {}, toml).block_size == 4
+    for text, says in (
+        ("learning_rate: 1", "learning_rate"),
+        ("lr: fast", "must be of type float"),
+        ("num_layers: true", "must be of type int"),
+        ("num_layers: 1.5", "must be of type int"),
+        ("- 1", "must be a mapping"),
+        ("a: [", "cannot be read"),
+        ("lr: -1", "--lr: -1"),
+    ):
+        recipe.write_text(f"{text}\n")
+        with pytest.raises(InputError, match=says):
+            build(TrainSettings, {"data_path": Path("d"), "save_path": Path("s")}, recipe)
+
+
+def test_lists_may_be_written_with_spaces() -> None:
+    flags = list_flags(TrainSettings)
+    assert flags == {"--target-layer-ids"}
+    given = ["--lr", "1", "--target-layer-ids", "1", "17", "29", "--seed", "3"]
+    spread = ["--lr", "1", *(x for n in ("1", "17", "29") for x in ("--target-layer-ids", n)), "--seed", "3"]
+    assert spread_lists(given, flags) == spread
+    assert spread_lists(["--stop", "a b", "w1"], frozenset({"--stop"})) == ["--stop", "a b", "w1"]
+
+
+def test_interrupted_is_130(workshop: Path, tmp_path: Path) -> None:
+    """Ctrl-C in the middle of decoding: code 130, one line, no traceback."""
+    import signal
+    import time
+
+    command = [sys.executable, "-m", "blockdraft.cli.main", "generate", str(workshop / "draft")]
+    command += ["--data-path", str(workshop / "prompts.jsonl"), "--max-new-tokens", "100000", "--ignore-eos"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    time.sleep(9)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err

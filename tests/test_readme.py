@@ -1,0 +1,72 @@
+"""The README's commands run, in order, as they stand there (on fewer prompts and for fewer steps)."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SMALLER = {
+    "train": ["--epochs", "0.3", "--logger", "none"],
+    "evaluate": ["--k", "3", "--max-new-tokens", "12"],
+    "generate": ["--max-new-tokens", "12"],
+}
+
+
+def commands() -> list[str]:
+    blocks = re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)
+    return [line.split("   #")[0] for block in blocks for line in block.splitlines() if line.strip()]
+
+
+def keep_first(path: Path, count: int) -> None:
+    path.write_text("".join(path.read_text(encoding="utf-8").splitlines(keepends=True)[:count]), encoding="utf-8")
+
+
+@pytest.mark.real
+def test_commands_run(tmp_path: Path) -> None:
+    ran = []
+    for command in commands():
+        words = shlex.split(command)
+        if words[0] != "blockdraft":
+            continue
+        arguments = [sys.executable, "-m", "blockdraft.cli.main", *words[1:], *SMALLER.get(words[1], [])]
+        done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
+        ran.append(words[1])
+        if words[1] == "prepare":
+            keep_first(tmp_path / "runs/prompts/train.jsonl", 24)
+            keep_first(tmp_path / "runs/prompts/heldout.jsonl", 4)
+    assert ran == ["convert", "prepare", "regenerate", "train", "evaluate", "generate"]
+    verifier = json.loads((tmp_path / "runs/draft/checkpoint_best/config.json").read_text())["speculators_config"][
+        "verifier"
+    ]
+    assert Path(verifier["name_or_path"]).is_dir()  # what `vllm serve` will look for
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for command in commands():
+        if command.startswith("make "):
+            assert f"\n{command.split()[1]}:" in makefile
+
+
+def test_links_lead_somewhere() -> None:
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
+        assert (ROOT / target).is_file(), target
+
+
+def test_flags_named_in_the_text_exist() -> None:
+    from blockdraft.cli.verbs import VERBS
+    from blockdraft.settings import flag_name
+
+    known = {"--json", "--config", "--help", "--logdir"}
+    for verb in VERBS.values():
+        known |= {flag_name(name) for name in verb.settings.__dataclass_fields__}
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)) <= known
