@@ -150,10 +150,10 @@ class TrainSettings(VerifierSettings):
 
     epochs: float = setting(6.0, "passes over the data; a fraction is allowed")
     total_seq_len: int = setting(2048, "tokens of a packed row; one row is one step")
-    max_anchors: int = setting(256, "anchored blocks drawn from a row at each step; 0 takes every position")
+    max_anchors: int = setting(128, "anchored blocks drawn from a row at each step; 0 takes every position")
     optimizer: str = setting("muon", "muon (matrices; AdamW for the rest) or adamw")
     lr: float = setting(2e-3, "peak learning rate of AdamW")
-    muon_lr: float = setting(2e-2, "peak learning rate of Muon")
+    muon_lr: float = setting(4e-2, "peak learning rate of Muon")
     weight_decay: float = setting(0.0, "decoupled weight decay")
     scheduler_type: str = setting("cosine", "cosine, linear or constant, after warm-up")
     scheduler_warmup_ratio: float = setting(0.04, "share of the steps that warm up")

@@ -1,6 +1,6 @@
 """The prompts that ship with the package, by workload; each has a fixed held-out part.
 
-Held-out prompts use sentence patterns and values (names, places, things) that no training prompt uses.
+No held-out prompt is a training prompt; each workload says what else its held-out part has that training has not.
 """
 
 from __future__ import annotations

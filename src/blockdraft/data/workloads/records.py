@@ -7,6 +7,7 @@ a structured answer.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 NUM_TRAIN, NUM_HELDOUT = 400, 40
 
@@ -72,7 +73,9 @@ _TRAIN = {
         "cables", "tables", "curtains", "jackets", "scarves", "spoons", "baskets", "blankets", "mirrors",
     ),
 }  # fmt: skip
+# Customers are new where cities and goods recur, as in a shop's mail.
 _HELDOUT = {
+    **_TRAIN,
     "first": (
         "Martin", "Isabel", "Noah", "Katja", "Stefan", "Olivia", "Pablo", "Fatima", "Simon", "Helen", "Andrea", "James",
         "Eva", "Ben",
@@ -80,14 +83,6 @@ _HELDOUT = {
     "last": (
         "Keller", "Cruz", "Bennett", "Wolf", "Ilic", "Grant", "Reyes", "Zahra", "Roth", "Price", "Conti", "Okafor",
         "Lindqvist", "Sharma",
-    ),
-    "city": (
-        "Munich", "Bilbao", "Glasgow", "Antwerp", "Vienna", "Portland", "Bologna", "Aarhus", "Rotterdam", "Limerick",
-        "Marseille", "Tampa",
-    ),
-    "kind": ("yellow", "white", "woollen", "marble", "brown", "winter", "portable", "square"),
-    "thing": (
-        "shirts", "plates", "mats", "hats", "bags", "fans", "rugs", "vases", "handles", "balls", "shelves", "pens",
     ),
 }  # fmt: skip
 
@@ -141,11 +136,13 @@ def train() -> list[list[dict[str, str]]]:
 
 
 def heldout() -> list[list[dict[str, str]]]:
-    """The held-out prompts: patterns, names, cities and items that no training prompt uses."""
-    return _prompts(_HELDOUT_PATTERNS, _HELDOUT, NUM_HELDOUT, seed=12)
+    """The held-out prompts: names that no training prompt has, every second one in a pattern that none has."""
+    known = _TRAIN_PATTERNS[: len(_HELDOUT_PATTERNS)]
+    patterns = [pattern for pair in zip(_HELDOUT_PATTERNS, known, strict=True) for pattern in pair]
+    return _prompts(patterns, _HELDOUT, NUM_HELDOUT, seed=12)
 
 
-def _prompts(patterns: tuple[str, ...], values: dict[str, tuple[str, ...]], count: int, seed: int) -> list:
+def _prompts(patterns: Sequence[str], values: dict[str, tuple[str, ...]], count: int, seed: int) -> list:
     draw = random.Random(seed)
     conversations = []
     for index in range(count):
