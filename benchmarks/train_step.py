@@ -11,6 +11,7 @@ Each line is measured in a process of its own (peak resident memory minus what s
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import resource
 import time
@@ -100,6 +101,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=262_144)
     parser.add_argument("--anchors", type=int, nargs="+", default=[64, 128, 256, 512])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--whole-up-to", type=int, default=256, help="anchors up to which the twin is run too")
     parser.add_argument("--repeats", type=int, default=2)
     options = parser.parse_args()
     print(f"vocabulary {options.vocab:,}, {options.dtype}, row of {ROW}, block {BLOCK}, {LAYERS} layers of {HIDDEN}")
@@ -107,7 +109,9 @@ def main() -> None:
     print(" ".join(f"{name:>{width}}" for name, width in zip(names, WIDTHS, strict=True)))
     for anchors in options.anchors:
         fast = measure("chunked", anchors, options.vocab, options.dtype, options.repeats)
-        plain = measure("plain", anchors, options.vocab, options.dtype, options.repeats)
+        plain = (math.nan, math.nan)
+        if anchors <= options.whole_up_to:
+            plain = measure("plain", anchors, options.vocab, options.dtype, options.repeats)
         counts = (str(anchors), str(anchors * (BLOCK - 1)))
         figures = (*fast, *plain, plain[0] / fast[0], plain[1] / fast[1])
         cells = (*counts, *(f"{figure:.2f}" for figure in figures))

@@ -129,6 +129,10 @@ class RegenerateSettings(VerifierSettings):
         _at_least(self, 1, "max_new_tokens", "batch_size")
 
 
+# A projection's width grows with its taps; a mixture costs nothing to widen, and DFlare's published drafts use more.
+DEFAULT_NUM_TAPS = {"projected": 5, "layerwise": 8}
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings(VerifierSettings):
     """Train a draft on the verifier's own replies."""
@@ -144,7 +148,9 @@ class TrainSettings(VerifierSettings):
     target_layer_ids: tuple[int, ...] = setting(
         (), "taps: residual stream after so many verifier layers; default: spread over the depth"
     )
-    num_taps: int = setting(5, "how many taps to spread when --target-layer-ids is not given")
+    num_taps: int | None = setting(
+        None, "how many taps to spread without --target-layer-ids; default: 5 for projected fusion, 8 for layerwise"
+    )
     standardise_taps: bool = setting(True, "remove each tap's mean direction and scale, measured on the data")
     mask_token_id: int | None = setting(None, "token that stands in empty slots; must not occur in the data")
 
@@ -183,7 +189,8 @@ class TrainSettings(VerifierSettings):
         _one_of(self, "per_position_loss_weight", ("dpace", "fixed-exp-decay"))
         _one_of(self, "logger", ("tensorboard", "none"))
         _one_of(self, "save_dtype", ("float32", "bfloat16"))
-        _at_least(self, 1, "num_layers", "num_taps", "grad_accum", "log_freq")
+        _at_least(self, 1, "num_layers", "grad_accum", "log_freq")
+        _check(self.num_taps is None or self.num_taps > 0, "num_taps", self.num_taps, "must be 1 or more")
         _at_least(self, 2, "block_size", "total_seq_len")
         _at_least(self, 0, "max_anchors", "max_grad_norm", "weight_decay", "noise_std", "states_memory_gib")
         for name in ("epochs", "lr", "muon_lr", "decay_gamma", "checkpoint_freq"):

@@ -169,7 +169,8 @@ def test_lists_may_be_written_with_spaces() -> None:
     given = ["--lr", "1", "--target-layer-ids", "1", "17", "29", "--seed", "3"]
     spread = ["--lr", "1", *(x for n in ("1", "17", "29") for x in ("--target-layer-ids", n)), "--seed", "3"]
     assert spread_lists(given, flags) == spread
-    assert spread_lists(["--stop", "a b", "w1"], frozenset({"--stop"})) == ["--stop", "a b", "w1"]
+    for kept in (["--stop", "a b", "w1"], ["--stop", "a", "--stop", "b"], ["w1", "--stop"]):
+        assert spread_lists(kept, frozenset({"--stop"})) == kept
 
 
 def test_interrupted_is_130(workshop: Path, tmp_path: Path) -> None:

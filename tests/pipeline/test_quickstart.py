@@ -17,11 +17,13 @@ import pytest
 import torch
 
 from blockdraft.cli.tables import next_commands, show_quickstart
+from blockdraft.data.workloads import workload_prompts
 from blockdraft.decoding.engine import DecodingEngine
 from blockdraft.decoding.regenerate import DOCUMENTS
 from blockdraft.pipeline import quickstart as module
-from blockdraft.pipeline.evaluate import evaluate
-from blockdraft.settings import EvaluateSettings, QuickstartSettings
+from blockdraft.pipeline.evaluate import one_pass
+from blockdraft.pipeline.loading import encode_all, load_pair
+from blockdraft.settings import CheckpointSettings, QuickstartSettings, SamplingSettings
 from blockdraft.verifiers.loading import save_folder
 from conftest import tiny_verifier_of
 
@@ -70,7 +72,7 @@ def test_finished_stages_are_not_repeated_and_changes_are_not_answered_stale(
     assert set(tiny_settings.save_path.iterdir()) == made
 
 
-REAL = ("--minutes", "1", "--max-prompts", "96", "--json")
+REAL = ("--minutes", "1", "--max-prompts", "96", "--max-heldout", "12", "--json")
 
 
 def start(folder: Path) -> subprocess.Popen[str]:
@@ -105,8 +107,8 @@ def test_real_quickstart(real_run: tuple[dict, str]) -> None:
     assert result.keys() >= KEYS
     assert set(result["acceptance_length"]) == {"3", "7"}
     assert result["verifier"] == "smollm2-135m-instruct" and result["method"] == QuickstartSettings().method
-    assert result["identical"] == result["heldout_prompts"] == 40
-    assert result["float32"]["same_rounds_as_one_pass"] == 40
+    assert result["identical"] == result["heldout_prompts"] == 12
+    assert result["float32"]["same_rounds_as_one_pass"] == 12
     assert result["served_dtype"]["faults"] == 0
     # A minute of training and 96 prompts: far from what the draft can do, and far above an untrained one.
     assert result["acceptance_length"]["7"] > 1.3
@@ -117,16 +119,17 @@ def test_real_quickstart(real_run: tuple[dict, str]) -> None:
 
 @pytest.mark.real
 def test_one_pass_equals_decoding_for_every_k_on_all_heldout_prompts(real_run: tuple[dict, str]) -> None:
-    result, _ = real_run
-    settings = EvaluateSettings(
-        checkpoint=Path(result["checkpoint"]), dtype="float32", decode=True, k=tuple(range(1, 8)), batch_size=20
-    )
-    evaluated = evaluate(settings)
-    assert evaluated["disagreements"] == 0
+    pair = load_pair(CheckpointSettings(checkpoint=Path(real_run[0]["checkpoint"]), dtype="float32"))
+    prompts = encode_all(pair.verifier, workload_prompts("records")[1])
+    assert len(prompts) == 40
+    sampling = SamplingSettings(max_new_tokens=128)
+    plain = DecodingEngine(pair.verifier, None, 0, sampling).generate(prompts, 20)
+    predicted = one_pass(pair, plain, range(1, 8))
+    assert sum(outcome.disagreements for outcome in predicted) == 0
     for k in range(1, 8):
-        proof = evaluated["decoding"][str(k)]
-        assert proof["identical"] == proof["same_rounds_as_one_pass"] == 40, f"K={k}"
-        assert proof["acceptance_length"] == pytest.approx(evaluated["acceptance"][str(k)]["acceptance_length"])
+        drafted = DecodingEngine(pair.verifier, pair.draft, k, sampling).generate(prompts, 20)
+        assert [reply.tokens for reply in drafted] == [reply.tokens for reply in plain], f"K={k}"
+        assert [reply.rounds for reply in drafted] == [outcome.rounds[k] for outcome in predicted], f"K={k}"
 
 
 @pytest.mark.real

@@ -47,27 +47,21 @@ def list_flags(cls: type) -> frozenset[str]:
 
 
 def spread_lists(arguments: list[str], flags: frozenset[str]) -> list[str]:
-    """Turn `--k 1 3 7` into `--k 1 --k 3 --k 7`, as recorded training commands write lists of numbers."""
+    """Turn `--k 1 3 7` into `--k 1 --k 3 --k 7`, as recorded training commands write lists of numbers.
+
+    A flag takes the value behind it, whatever that is, and every whole number that follows.
+    """
     spread: list[str] = []
-    current: str | None = None
-    for argument in arguments:
-        if argument in flags:
-            current = argument
-        elif current is not None and argument.lstrip("-").isdigit():
-            spread += [current, argument]
-        elif current is not None and spread[-1:] != [current] and not _was_given(spread, current):
-            spread += [current, argument]  # a list of texts takes one value a flag
-            current = None
-        else:
-            current = None
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if argument not in flags or not rest:
             spread.append(argument)
-    if current is not None and not _was_given(spread, current):
-        spread.append(current)  # a flag without a value, for the parser to complain about
+            continue
+        spread += [argument, rest.pop(0)]
+        while rest and rest[0].isdigit():
+            spread += [argument, rest.pop(0)]
     return spread
-
-
-def _was_given(spread: list[str], flag: str) -> bool:
-    return flag in spread
 
 
 def _arguments_first(field: dataclasses.Field[Any]) -> bool:

@@ -84,14 +84,22 @@ def counts_json(counts: AcceptanceCounts) -> dict[str, Any]:
 
 
 def prove_by_decoding(
-    pair: Pair, prompts: Sequence[list[int]], k: int, sampling: SamplingSettings, batch_size: int
+    pair: Pair,
+    prompts: Sequence[list[int]],
+    k: int,
+    sampling: SamplingSettings,
+    batch_size: int,
+    ks: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Decode with and without the draft: speed, token identity, and whether the counts equal the one-pass ones."""
+    """Decode with and without the draft: speed, token identity, and whether the counts equal the one-pass ones.
+
+    `ks` are further numbers of proposed tokens whose one-pass acceptance is wanted on the same replies.
+    """
     plain_engine = DecodingEngine(pair.verifier, None, 0, sampling)
     draft_engine = DecodingEngine(pair.verifier, pair.draft, k, sampling)
     with progress(f"decoding both ways, K={k}", len(prompts)) as advance:
         both = compare(plain_engine, draft_engine, prompts, batch_size, advance)
-    outcomes = one_pass(pair, both.plain, [k])
+    outcomes = one_pass(pair, both.plain, sorted({k, *ks}))
     same_rounds = sum(outcome.rounds[k] == reply.rounds for outcome, reply in zip(outcomes, both.drafted, strict=True))
     found = explained_differences(pair.verifier, both.plain, both.drafted)
     decoded = AcceptanceCounts.of([r for reply in both.drafted for r in reply.rounds], k)
@@ -106,6 +114,7 @@ def prove_by_decoding(
         "largest_tie_gap": max((d.gap for d in found if d.gap is not None), default=0.0),
         "same_rounds_as_one_pass": same_rounds,
         "acceptance_length": decoded.acceptance_length,
+        "one_pass": {str(each): counts_json(counts_of(outcomes, each)) for each in sorted({k, *ks})},
     }
 
 

@@ -21,7 +21,7 @@ from blockdraft.decoding.identity import TIE_BOUND
 from blockdraft.fingerprint import fingerprint
 from blockdraft.folders import read_json, write_json
 from blockdraft.ops.acceptance import AcceptanceCounts
-from blockdraft.pipeline.evaluate import counts_json, counts_of, one_pass, prove_by_decoding
+from blockdraft.pipeline.evaluate import one_pass, prove_by_decoding
 from blockdraft.pipeline.loading import Pair, encode_all, load_pair
 from blockdraft.pipeline.train import train
 from blockdraft.progress import progress, say
@@ -130,17 +130,17 @@ def _train(run: _Run, verifier: _Lazy, data: Path) -> Path:
         say("      done before")
         return checkpoint
     documents = read_documents(data / replies.DOCUMENTS, "--save-path")
-    plan = folder / "plan.json"
+    plan, states = folder / "plan.json", None
     base = dataclasses.replace(train_settings(run, verifier(), data, documents), save_path=folder)
     if not plan.is_file():
         trainer = Trainer(base, verifier(), documents)
         trainer.create()
-        seconds = trainer.seconds_per_step()
+        seconds, states = trainer.seconds_per_step(), trainer.states
         epochs = max(0.01, round(run.settings.minutes * 60 / seconds / trainer.steps_per_epoch, 2))
         write_json(plan, {"seconds_per_step": seconds, "epochs": epochs})
         say(f"      {seconds:.2f} s a step: {epochs:g} epochs in {run.settings.minutes:g} minutes")
     settings = dataclasses.replace(base, epochs=read_json(plan, "--save-path")["epochs"])
-    train(settings, verifier())
+    train(settings, verifier(), states)
     return checkpoint
 
 
@@ -162,16 +162,13 @@ def _measure(run: _Run, checkpoint: Path, heldout: list) -> dict[str, Any]:
     exact = _exactness(run, checkpoint, heldout, sampling)
     pair = _pair(run, checkpoint, dtype_name(run.dtype))
     prompts = encode_all(pair.verifier, heldout)
-    speed = prove_by_decoding(pair, prompts, EXACT_K, sampling, batch_size=1)
-    with progress("plain decoding", len(prompts)) as advance:
-        plain = DecodingEngine(pair.verifier, None, 0, sampling).generate(prompts, 16, on_done=advance)
-    acceptance = {str(k): counts_json(counts_of(one_pass(pair, plain, [k]), k)) for k in SHOWN_KS}
+    speed = prove_by_decoding(pair, prompts, EXACT_K, sampling, batch_size=1, ks=SHOWN_KS)
     result = {
         "verifier": settings.verifier_name_or_path,
         "verifier_folder": run.verifier_folder,
         "method": settings.method,
         "workload": settings.workload,
-        "acceptance_length": {k: counts["acceptance_length"] for k, counts in acceptance.items()},
+        "acceptance_length": {k: counts["acceptance_length"] for k, counts in speed["one_pass"].items()},
         "speedup": speed["speedup"],
         "identical": exact["identical"],
         "heldout_prompts": len(prompts),
@@ -180,7 +177,6 @@ def _measure(run: _Run, checkpoint: Path, heldout: list) -> dict[str, Any]:
         "tokens_per_second": {"plain": speed["plain_tokens_per_second"], "draft": speed["draft_tokens_per_second"]},
         "float32": exact,
         "served_dtype": speed,
-        "acceptance": acceptance,
         "machine": machine_description(),
         "settings": resolved(settings),
     }

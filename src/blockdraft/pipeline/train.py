@@ -10,16 +10,24 @@ from blockdraft.folders import read_json
 from blockdraft.pipeline.loading import verifier_of
 from blockdraft.records import Document, read_documents
 from blockdraft.settings import TrainSettings, resolved
+from blockdraft.training.states import InProcessStates
 from blockdraft.training.trainer import Trainer
 from blockdraft.verifiers.base import Verifier
 
 
-def train(settings: TrainSettings, verifier: Verifier | None = None) -> dict[str, Any]:
-    """Train a draft on regenerated documents, with a verifier that is loaded already or the one the settings name."""
+def train(
+    settings: TrainSettings, verifier: Verifier | None = None, states: InProcessStates | None = None
+) -> dict[str, Any]:
+    """Train a draft on regenerated documents.
+
+    Args:
+        verifier: one that is loaded already; else the one the settings name.
+        states: hidden states that are made already, of the same documents.
+    """
     documents = read_documents(settings.data_path / DOCUMENTS, "--data-path")
     verifier = verifier or verifier_of(settings)
     require_own_replies(settings, verifier, documents)
-    trainer = Trainer(settings, verifier, documents)
+    trainer = Trainer(settings, verifier, documents, states)
     if settings.dry_run:
         return {"dry_run": True, "steps": trainer.total_steps, "settings": resolved(settings)}
     trainer.prepare()

@@ -11,7 +11,7 @@ from blockdraft.models.block_draft import BlockDraft
 from blockdraft.models.config import METHODS, DraftConfig, method_of
 from blockdraft.records import Document
 from blockdraft.runtime import dtype_name
-from blockdraft.settings import TrainSettings
+from blockdraft.settings import DEFAULT_NUM_TAPS, TrainSettings
 from blockdraft.training.states import InProcessStates
 from blockdraft.verifiers.base import Verifier
 
@@ -32,11 +32,13 @@ def spread_taps(num_layers: int, num_taps: int) -> tuple[int, ...]:
 def draft_config(settings: TrainSettings, verifier: Verifier, documents: Sequence[Document]) -> DraftConfig:
     """Resolve every open choice of `settings`, refusing what does not fit verifier or data."""
     num_layers = verifier.identity.num_layers
-    taps = settings.target_layer_ids or spread_taps(num_layers, settings.num_taps)
+    preset = METHODS[settings.speculator_type]
+    fusion = settings.context_fusion or preset["context_fusion"]
+    num_taps = settings.num_taps or DEFAULT_NUM_TAPS.get(fusion, 1)
+    taps = settings.target_layer_ids or spread_taps(num_layers, num_taps)
     for tap in taps:
         if not 0 <= tap <= num_layers:
             raise InputError("--target-layer-ids", tap, f"must be in 0..{num_layers} (0 is the embeddings)")
-    preset = METHODS[settings.speculator_type]
     shape = verifier.layer_shape()
     # A verifier may rotate part of a head; a draft rotates all of it, and must say so to whoever serves it.
     rope = {key: value for key, value in verifier.rope_parameters().items() if key != "partial_rotary_factor"}
@@ -50,7 +52,7 @@ def draft_config(settings: TrainSettings, verifier: Verifier, documents: Sequenc
         rms_norm_eps=shape.rms_norm_eps,
         vocab_size=verifier.identity.vocab_size,
         tap_ids=tuple(taps),
-        context_fusion=settings.context_fusion or preset["context_fusion"],
+        context_fusion=fusion,
         context_kv=settings.context_kv or preset["context_kv"],
         standardise_taps=settings.standardise_taps,
         block_size=settings.block_size,

@@ -43,8 +43,10 @@ class InProcessStates:
         self._allowance = int(memory_gib * 2**30)
 
     def fill(self) -> None:
-        """Run documents, longest first, and keep their states until the allowance is used up."""
+        """Run documents, longest first, and keep their states until the allowance is used up. Done once."""
         per_token = len(self._tap_ids) * self._verifier.identity.hidden_size * self._verifier.dtype.itemsize + 8
+        if self._kept:
+            return
         order = sorted(range(len(self._documents)), key=lambda i: (-len(self._documents[i].input_ids), i))
         fitting = []
         for index in order:

@@ -58,9 +58,18 @@ class Progress:
 
 
 class Trainer:
-    """Trains one draft. Building it checks everything that can be checked; `run` does the work."""
+    """Trains one draft. Building it checks everything that can be checked; `run` does the work.
 
-    def __init__(self, settings: TrainSettings, verifier: Verifier, documents: Sequence[Document]) -> None:
+    `states` may be those of another trainer with the same data, split and taps, so that they are made once.
+    """
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        verifier: Verifier,
+        documents: Sequence[Document],
+        states: InProcessStates | None = None,
+    ) -> None:
         self.settings, self.verifier = settings, verifier
         self.train, self.validation = split_documents(documents, settings.train_data_ratio)
         self.config = draft_config(settings, verifier, documents)
@@ -69,9 +78,8 @@ class Trainer:
         self.rows = self._planned_rows()
         self.total_steps = max(1, len(self.rows) // settings.grad_accum)
         self.progress = Progress()
-        self.states = InProcessStates(
-            verifier, [*self.train, *self.validation], self.config.tap_ids, settings.states_memory_gib
-        )
+        every = [*self.train, *self.validation]
+        self.states = states or InProcessStates(verifier, every, self.config.tap_ids, settings.states_memory_gib)
 
     def _planned_rows(self) -> list[list[int]]:
         """Document indices of every row of the whole run, in order."""

@@ -6,8 +6,10 @@ folder that `save_folder` writes and in the server that reads this folder are th
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
+import io
 import logging
 from pathlib import Path
 from typing import Any
@@ -105,14 +107,16 @@ def _load_gguf(path: Path) -> tuple[PreTrainedModel, Any]:
     try:
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
         _require_causal(config, path)
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        model = AutoModelForCausalLM.from_pretrained(
-            path.parent,
-            gguf_file=path.name,
-            dtype=torch.float32,
-            # The default keeps the blocks packed and casts around every product.
-            quantization_config=GgufConfig(dequantize=True),
-        )
+        # The reader draws a bar of its own that no setting of transformers turns off; it takes seconds only.
+        with contextlib.redirect_stderr(io.StringIO()):
+            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+            model = AutoModelForCausalLM.from_pretrained(
+                path.parent,
+                gguf_file=path.name,
+                dtype=torch.float32,
+                # The default keeps the blocks packed and casts around every product.
+                quantization_config=GgufConfig(dequantize=True),
+            )
     except InputError:
         raise
     except Exception as error:  # the readers raise whatever the damage provokes
