@@ -12,6 +12,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # tests never reach for a hub
 import dataclasses  # noqa: E402
 from pathlib import Path  # noqa: E402
 
+import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
@@ -41,6 +42,9 @@ TEMPLATE = (
 )
 
 torch.set_num_threads(2)
+# Tests never assert a time; hypothesis would, by default.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
