@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from blockdraft.losses.objective import BlockMetrics, Objective
+from blockdraft.ops.head import head_logits
 
 # Float32 logits of a chunk, in bytes. Under glibc's largest mmap threshold (32 MiB) the allocator reuses its pages;
 # above it every temporary is mapped and faulted in anew, which doubled the time of the softmax on processors.
@@ -53,7 +53,7 @@ class _ChunkedHeadLoss(torch.autograd.Function):
         predicted = torch.empty_like(targets_NK)
         for first in range(0, len(hidden_NKD), chunk_blocks):
             part = slice(first, first + chunk_blocks)
-            logits = linear(hidden_NKD[part], head_VD)
+            logits = head_logits(hidden_NKD[part], head_VD)
             slots = objective.slot_losses_and_gradient(logits, targets_NK[part], mask_NK[part], scale)
             predicted[part] = slots.predicted
             total += slots.losses.sum()
@@ -97,7 +97,7 @@ def plain_head_loss(
     hidden_NKD: Tensor, head_VD: Tensor, targets_NK: Tensor, mask_NK: Tensor, objective: Objective
 ) -> LossAndMetrics:
     """`chunked_head_loss` by whole logits and autograd; the twin for tests."""
-    logits = linear(hidden_NKD.to(head_VD.dtype), head_VD)
+    logits = head_logits(hidden_NKD, head_VD)
     losses = objective.slot_losses(logits, targets_NK, mask_NK)
     metrics = BlockMetrics.of(logits.argmax(dim=-1), targets_NK, mask_NK)
     return LossAndMetrics(losses.sum() / mask_NK.sum().clamp_min(1), metrics)

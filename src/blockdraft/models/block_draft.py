@@ -21,6 +21,7 @@ from blockdraft.models.norm import RMSNorm
 from blockdraft.models.positions import RotaryPositions
 from blockdraft.ops.anchors import Blocks
 from blockdraft.ops.attention import block_attention, cached_attention
+from blockdraft.ops.head import head_logits
 from blockdraft.ops.masks import slot_mask
 from blockdraft.ops.ragged_kv import RaggedKV
 
@@ -74,7 +75,7 @@ class BlockDraft(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 logits [..., V] of hidden states that have gone through the final norm."""
         assert self.head_VE is not None, "borrow() the verifier's tables first"
-        return nn.functional.linear(hidden.to(self.head_VE.dtype), self.head_VE).float()
+        return head_logits(hidden, self.head_VE).float()
 
     def _block_ids(self, anchor_ids: Tensor, block_size: int) -> Tensor:
         """[anchor, mask, mask, ...] for every anchor id, [..., B]."""

@@ -98,13 +98,13 @@ class Trainer:
 
     def facts(self) -> dict[str, Any]:
         """Everything that determines the trained weights."""
-        settings = {key: value for key, value in resolved(self.settings).items() if key not in _SAVING_ONLY}
-        del (
-            settings["data_path"],
-            settings["verifier_name_or_path"],
-        )  # where they lie does not matter, what they are does
+        # Where data and verifier lie does not matter; what they are does.
+        ignored = {*_SAVING_ONLY, "data_path", "verifier_name_or_path"}
+        settings = {key: value for key, value in resolved(self.settings).items() if key not in ignored}
+        contract = self.contract.to_dict()
+        del contract["verifier"]["name"]
         tokens = [document.input_ids for document in (*self.train, *self.validation)]
-        return {**settings, "contract": self.contract.to_dict(), "data": fingerprint(tokens)}
+        return {**settings, "contract": contract, "data": fingerprint(tokens)}
 
     def create(self) -> None:
         """Make hidden states and a fresh draft."""

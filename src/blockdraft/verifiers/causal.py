@@ -18,6 +18,7 @@ from transformers import Cache, PreTrainedModel
 
 from blockdraft.contract import VerifierIdentity
 from blockdraft.errors import InputError
+from blockdraft.ops.head import head_logits
 from blockdraft.ops.prefix import shared_prefix
 from blockdraft.ops.ragged_kv import RaggedKV
 from blockdraft.verifiers.attention import register
@@ -154,7 +155,7 @@ class CausalVerifier:
 
     @torch.no_grad()
     def logits(self, final: Tensor) -> Tensor:
-        logits = nn.functional.linear(final, self.head_VE).float()
+        logits = head_logits(final, self.head_VE).float()
         return logits if self.logit_softcap is None else self.logit_softcap * torch.tanh(logits / self.logit_softcap)
 
     @torch.no_grad()
