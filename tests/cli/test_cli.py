@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -173,16 +174,23 @@ def test_lists_may_be_written_with_spaces() -> None:
         assert spread_lists(kept, frozenset({"--stop"})) == kept
 
 
-def test_interrupted_is_130(workshop: Path, tmp_path: Path) -> None:
-    """Ctrl-C in the middle of decoding: code 130, one line, no traceback."""
-    import signal
-    import time
-
-    command = [sys.executable, "-m", "blockdraft.cli.main", "generate", str(workshop / "draft")]
-    command += ["--data-path", str(workshop / "prompts.jsonl"), "--max-new-tokens", "100000", "--ignore-eos"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    time.sleep(9)
-    process.send_signal(signal.SIGINT)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_training_saves_its_state_and_is_130(workshop: Path, tmp_path: Path, number: int) -> None:
+    """Ctrl-C or SIGTERM: one line that says how to go on, no traceback, and the state on disk."""
+    base = [sys.executable, "-m", "blockdraft.cli.main"]
+    verifier = ["--verifier-name-or-path", str(workshop / "verifier"), "--dtype", "float32", "--threads", "1"]
+    data = ["--data-path", str(workshop / "prompts.jsonl"), "--save-path", str(tmp_path / "data")]
+    subprocess.run([*base, "regenerate", *verifier, *data, "--max-new-tokens", "20"], check=True)
+    folders = ["--data-path", str(tmp_path / "data"), "--save-path", str(tmp_path / "run")]
+    command = [*base, "train", *verifier, *folders, "--epochs", "10000", "--num-taps", "2", "--logger", "none"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("training: ") and "steps" in line:
+            break
+    time.sleep(2)
+    process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "Traceback" not in err
+    assert "the same command goes on from there" in err and "Traceback" not in err
+    assert list((tmp_path / "run" / "states").iterdir())

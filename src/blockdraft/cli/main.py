@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import click
 import typer
 
 from blockdraft import __version__
@@ -19,6 +18,8 @@ from blockdraft.runtime import prepare_environment
 from blockdraft.settings import build
 
 INTERRUPTED = 130
+# typer brings its own copy of click and names only this subclass of the error that every wrong use raises.
+_USAGE_ERROR: Any = typer.BadParameter.__base__
 
 
 def make_app() -> typer.Typer:
@@ -51,7 +52,11 @@ def make_app() -> typer.Typer:
 def _runner(verb: Verb) -> Any:
     def run(flags: dict[str, Any], recipe: Path | None, as_json: bool) -> None:
         settings: Any = build(verb.settings, flags, recipe)
-        result = verb.run(settings, as_json)
+        try:
+            result = verb.run(settings, as_json)
+        except KeyboardInterrupt as stopped:  # here, since typer would swallow what it says
+            say(f"blockdraft: {str(stopped) or 'interrupted'}")
+            raise typer.Exit(INTERRUPTED) from None
         if as_json:
             print(json.dumps(result, ensure_ascii=False))
         else:
@@ -75,12 +80,9 @@ def run(arguments: list[str]) -> int:
     except BlockdraftError as error:
         say(f"blockdraft: {error}")
         return error.exit_code
-    except click.ClickException as error:
+    except _USAGE_ERROR as error:
         say(f"blockdraft: {error.format_message()}")
         return 2
-    except (KeyboardInterrupt, click.Abort) as error:
-        say(f"blockdraft: {error or 'interrupted'}")
-        return INTERRUPTED
     return code if isinstance(code, int) else 0
 
 
