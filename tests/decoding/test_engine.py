@@ -174,7 +174,7 @@ def test_sampling_follows_its_seed(tiny_verifier: CausalVerifier) -> None:
     assert run(1) == run(1) != run(2)
 
 
-def test_differences_are_ties_only_between_the_two_best(tiny_verifier: CausalVerifier) -> None:
+def test_differences_are_ties_only_near_the_best(tiny_verifier: CausalVerifier) -> None:
     plain = decode(tiny_verifier, None, 0, prompts=PROMPTS[1:3])
     text = plain[0].prompt + plain[0].tokens[:4]
     logits = tiny_verifier.logits(tiny_verifier.states([torch.tensor(text)], [])[0].final[-1])
@@ -184,8 +184,13 @@ def test_differences_are_ties_only_between_the_two_best(tiny_verifier: CausalVer
     assert (found.position, found.wanted, found.found) == (4, best, second)
     assert found.gap == pytest.approx(float(logits[best] - logits[second]), abs=1e-4)
     assert found.is_tie == (found.gap <= TIE_BOUND)
-    wrong = Reply(0, plain[0].prompt, 24, [*plain[0].tokens[:4], third])
+    further = Reply(0, plain[0].prompt, 24, [*plain[0].tokens[:4], third])
+    gap = float(logits[best] - logits[third])
+    assert differences(tiny_verifier, plain[:1], [further])[0].gap == pytest.approx(gap, abs=1e-4)
+    wrong = Reply(0, plain[0].prompt, 24, [*plain[0].tokens[:4], int(logits.argmin())])
     assert not differences(tiny_verifier, plain[:1], [wrong])[0].is_tie
+    ended = Reply(0, plain[0].prompt, 24, plain[0].tokens[:4])
+    assert differences(tiny_verifier, plain[:1], [ended])[0].gap is None
     assert first_difference([1, 2], [1, 2, 3]) == 2
     assert first_difference([1, 2], [1, 2]) is None
 

@@ -1,8 +1,9 @@
 """Is the text the verifier's own? Token by token, and where it is not, whether a near-tie explains it.
 
 Token-identity is a claim about float32. In bfloat16 a pass over eight tokens rounds differently from a pass over one,
-so that two tokens whose logits nearly coincide may change places. Such a difference is accepted only when it is shown:
-both tokens must be the two best of the float32 verifier, with a gap under a stated bound.
+so that tokens whose logits nearly coincide may change places. Such a difference is accepted only when it is shown: in the
+float32 verifier both tokens must lie within a stated bound of the best one (they need not be the first two: three
+tokens can be that close).
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from blockdraft.decoding.engine import Reply
 from blockdraft.verifiers.base import Verifier
 
 TIE_BOUND = 0.5
-"""Largest gap of two float32 logits that bfloat16 may swap. Logits of 16 to 32 are 0.125 apart in bfloat16, and the
-hidden states behind them have been rounded in every layer."""
+"""Largest gap of float32 logits that bfloat16 may swap. Neighbouring bfloat16 numbers from 16 to 32 are 0.125 apart, and
+the hidden states behind these logits have been rounded in every layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Difference:
         prompt: index of the prompt.
         position: index of the token in the reply.
         wanted, found: the token of the plain reply and of the other; -1 where a reply has ended.
-        gap: difference of their float32 logits, or None when they are not the two best.
+        gap: by how much the float32 logit of the lower of the two falls short of the best; None where a reply ended.
     """
 
     prompt: int
@@ -64,9 +65,8 @@ def differences(verifier_float32: Verifier, plain: Sequence[Reply], drafted: Seq
 
 
 def _gap(verifier: Verifier, text: list[int], wanted: int, found: int) -> float | None:
+    if -1 in (wanted, found):
+        return None
     (states,) = verifier.states([torch.tensor(text)], [])
     logits = verifier.logits(states.final[-1])
-    best = logits.topk(2).indices.tolist()
-    if {wanted, found} != set(best):
-        return None
-    return float((logits[best[0]] - logits[best[1]]).abs())
+    return float(logits.max() - torch.minimum(logits[wanted], logits[found]))
