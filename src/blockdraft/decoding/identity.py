@@ -1,9 +1,9 @@
 """Is the text the verifier's own? Token by token, and where it is not, whether a near-tie explains it.
 
 Token-identity is a claim about float32. In bfloat16 a pass over eight tokens rounds differently from a pass over one,
-so that tokens whose logits nearly coincide may change places. Such a difference is accepted only when it is shown: in the
-float32 verifier both tokens must lie within a stated bound of the best one (they need not be the first two: three
-tokens can be that close).
+so that tokens whose logits nearly coincide may change places. Such a difference is accepted only when it is shown: in
+the float32 verifier both tokens must lie within a stated bound of the best one (they need not be the first two, as
+three tokens can be that close).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from blockdraft.decoding.engine import Reply
 from blockdraft.verifiers.base import Verifier
 
 TIE_BOUND = 0.5
-"""Largest gap of float32 logits that bfloat16 may swap. Neighbouring bfloat16 numbers from 16 to 32 are 0.125 apart, and
-the hidden states behind these logits have been rounded in every layer."""
+"""Largest gap of float32 logits that bfloat16 may swap. Neighbouring bfloat16 numbers from 16 to 32 are 0.125 apart,
+and the hidden states behind these logits have been rounded in every layer."""
 
 
 @dataclass(frozen=True, slots=True)
