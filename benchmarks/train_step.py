@@ -13,15 +13,17 @@ from __future__ import annotations
 import argparse
 import math
 import multiprocessing
-import resource
 import time
+from pathlib import Path
 from statistics import median
 
 HIDDEN, LAYERS, ROW, BLOCK = 576, 2, 1024, 8
 WIDTHS = (8, 6, 10, 6, 9, 6, 11, 13)
 
 
-def step(queue: multiprocessing.Queue, kind: str, anchors: int, vocab: int, dtype_name: str, repeats: int) -> None:
+def step(
+    queue: multiprocessing.Queue, kind: str, anchors: int, vocab: int, dtype_name: str, repeats: int, only_head: bool
+) -> None:
     """One measurement: build a draft and a packed row, then run forward and backward."""
     from blockdraft.runtime import prepare_environment
 
@@ -69,20 +71,28 @@ def step(queue: multiprocessing.Queue, kind: str, anchors: int, vocab: int, dtyp
     loss_of = chunked_head_loss if kind == "chunked" else plain_head_loss
     objective = Objective("dpace", 0.5, 4.0)
 
+    given = torch.randn(anchors, BLOCK, HIDDEN).requires_grad_()
+
     def once() -> float:
         start = time.perf_counter()
         blocks = choose_anchors(row.loss_mask, row.lengths, anchors, torch.Generator().manual_seed(0))
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-            hidden = draft(taps, row.tokens, row.positions, blocks)
+            hidden = given if only_head else draft(taps, row.tokens, row.positions, blocks)
             targets, mask = block_targets(greedy, blocks, BLOCK)
             loss = loss_of(hidden[:, 1:], table, targets, mask, objective).loss
         loss.backward()
         return time.perf_counter() - start
 
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of building the tables
+    before = resident("VmRSS")
     seconds = [once() for _ in range(repeats)]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    queue.put((median(seconds[1:] or seconds), (peak - before) / 2**20))
+    queue.put((median(seconds[1:] or seconds), (resident("VmHWM") - before) / 2**20))
+
+
+def resident(field: str) -> int:
+    """Resident memory of this process in KiB: "VmRSS" now, "VmHWM" at its peak (Linux)."""
+    status = Path("/proc/self/status").read_text()
+    return int(next(line.split()[1] for line in status.splitlines() if line.startswith(field)))
 
 
 def measure(*arguments: object) -> tuple[float, float]:
@@ -102,16 +112,17 @@ def main() -> None:
     parser.add_argument("--anchors", type=int, nargs="+", default=[64, 128, 256, 512])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--whole-up-to", type=int, default=256, help="anchors up to which the twin is run too")
+    parser.add_argument("--only-head", action="store_true", help="head and loss on given hidden states, no draft")
     parser.add_argument("--repeats", type=int, default=2)
     options = parser.parse_args()
     print(f"vocabulary {options.vocab:,}, {options.dtype}, row of {ROW}, block {BLOCK}, {LAYERS} layers of {HIDDEN}")
     names = ("anchors", "slots", "chunked s", "GiB", "whole s", "GiB", "time ratio", "memory ratio")
     print(" ".join(f"{name:>{width}}" for name, width in zip(names, WIDTHS, strict=True)))
     for anchors in options.anchors:
-        fast = measure("chunked", anchors, options.vocab, options.dtype, options.repeats)
+        fast = measure("chunked", anchors, options.vocab, options.dtype, options.repeats, options.only_head)
         plain = (math.nan, math.nan)
         if anchors <= options.whole_up_to:
-            plain = measure("plain", anchors, options.vocab, options.dtype, options.repeats)
+            plain = measure("plain", anchors, options.vocab, options.dtype, options.repeats, options.only_head)
         counts = (str(anchors), str(anchors * (BLOCK - 1)))
         figures = (*fast, *plain, plain[0] / fast[0], plain[1] / fast[1])
         cells = (*counts, *(f"{figure:.2f}" for figure in figures))
