@@ -13,7 +13,9 @@ A tensor's name may carry its shape as a suffix: ``hidden_NBD`` is [blocks, slot
 ``L``  tapped verifier layers
 ``Y``  draft layers
 ``Q``  query heads
-``K``  key/value heads
+``K``  key/value heads; behind ``N`` or ``R`` alone, the K proposed slots
+``W``  positions run or written at once
+``X``  K + 1 verified positions: the anchor and the proposals
 ``G``  query heads per key/value head (Q = K * G)
 ``H``  width of a head
 ``V``  vocabulary
