@@ -69,18 +69,13 @@ class OracleDraft(torch.nn.Module):
         self.inner.block_hidden(cache, anchors, block_size)
         drafted = torch.zeros(len(anchors), block_size, dtype=torch.int64)
         for row, (anchor, length) in enumerate(zip(anchors.tolist(), cache.lengths.tolist(), strict=True)):
-            (text,) = {
-                tuple(t) for t in self.texts if len(t) > length and t[length] == anchor and self._fits(t, length)
-            }
+            (text,) = {tuple(t) for t in self.texts if len(t) > length and t[length] == anchor}
             following = (list(text[length + 1 : length + block_size]) + [3] * block_size)[: block_size - 1]
             drafted[row, 1:] = torch.tensor(following)
             if self.calls % 3:
                 drafted[row, 1 + self.calls % (block_size - 1)] += 1
             self.calls += 1
         return drafted
-
-    def _fits(self, text: list[int], length: int) -> bool:
-        return True
 
     def logits(self, drafted: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.one_hot(drafted, 129).float()[..., :128]

@@ -3,8 +3,8 @@
 `projected` is DFlash's: all taps side by side through one linear layer, the same context for every draft layer.
 `layerwise` is DFlare's: every draft layer mixes the taps with its own softmax weights. Both end in one RMSNorm.
 
-Raw taps can be nearly constant: in SmolLM2-135M the mean carries 0.7 of the norm, four channels hold half the energy
-and position 0 is forty times larger, and a draft that reads them raw learns token frequencies only. Standardisation
+Raw taps can be nearly constant: a large common mean, a few channels with most of the energy, outliers at the first
+positions. A draft that reads them raw may learn token frequencies only. Standardisation
 removes each tap's mean direction and divides each channel by its spread. Both are linear and without bias, so that
 `projected` fusion can carry them inside its projection, exactly: W' = (W / scale)(I - u u^T).
 """

@@ -6,7 +6,6 @@ fusion table have no matrix structure and stay with AdamW.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -48,9 +47,6 @@ class Optimizers:
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
         for member, state in zip(self._members, states, strict=True):
             member.load_state_dict(state)
-
-    def __iter__(self) -> Iterator[torch.optim.Optimizer]:
-        return iter(self._members)
 
 
 def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
