@@ -3,18 +3,20 @@
     python benchmarks/methods.py --minutes 6 --out docs/results.md
 
 Runs `blockdraft quickstart` for each method and workload (what is finished already is read, not repeated) and
-prints acceptance and the wall-clock ratio of each. With --out the table is written with machine and date.
+prints acceptance and the wall-clock ratio of each. With --out the table is written with machine and date into its
+section of the file. Nothing else should run on the machine meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
 import subprocess
 import sys
 from pathlib import Path
+
+from report import markdown_table, today, write_section
 
 COLUMNS = (
     "workload",
@@ -25,7 +27,8 @@ COLUMNS = (
     "tokens/s draft",
     "ratio",
     "identical (float32)",
-    "ties / faults (served dtype)",
+    "identical / ties / faults (served dtype)",
+    "widest tie",
 )
 
 
@@ -48,7 +51,8 @@ def row_of(result: dict) -> list[str]:
         f"{rate['draft']:.1f}",
         f"{result['speedup']:.2f}",
         f"{result['identical']} of {result['heldout_prompts']}",
-        f"{served['ties']} / {served['faults']}",
+        f"{served['identical']} / {served['ties']} / {served['faults']}",
+        f"{served['largest_tie_gap']:.2f}",
     ]
 
 
@@ -64,19 +68,18 @@ def main() -> None:
         run(workload, method, options.minutes, options.save_path)
         for workload, method in itertools.product(options.workloads, options.methods)
     ]
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    lines += ["| " + " | ".join(row_of(result)) + " |" for result in results]
-    table = "\n".join(lines)
+    table = markdown_table(COLUMNS, [row_of(result) for result in results])
     print(table)
     if options.out:
-        date = datetime.datetime.now(datetime.UTC).date().isoformat()
+        first = results[0]
         head = (
-            f"# Results\n\n`python benchmarks/methods.py --minutes {options.minutes:g}`, {date}; "
-            f"{results[0]['machine']}; "
-            f"{results[0]['dtype']}; verifier {results[0]['verifier']}; batch 1, prefill included; "
-            f"{options.minutes:g} minutes of training each.\n\n"
+            "## Methods and workloads\n\n"
+            f"`python benchmarks/methods.py --minutes {options.minutes:g}`, {today()}; {first['machine']}; "
+            f"{first['dtype']}; verifier {first['verifier']}; batch 1, prefill included; "
+            f"{options.minutes:g} minutes of training each. A tie is a first difference whose two tokens both lie within "
+            "the stated width of the best float32 logit.\n\n"
         )
-        options.out.write_text(head + table + "\n", encoding="utf-8")
+        write_section(options.out, "methods", head + table)
 
 
 if __name__ == "__main__":

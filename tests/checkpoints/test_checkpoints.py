@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from pathlib import Path
 
@@ -10,13 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from blockdraft.checkpoints.store import CONFIG, WEIGHTS, load_draft, read_contract, save_draft
+from blockdraft.checkpoints.store import CONFIG, WEIGHTS, load_draft, save_draft
 from blockdraft.data.packing import pack_row
 from blockdraft.errors import InputError
 from blockdraft.models.block_draft import BlockDraft
 from blockdraft.ops.anchors import choose_anchors
+from blockdraft.pipeline.loading import load_pair
+from blockdraft.runtime import has_fast_bfloat16
+from blockdraft.settings import CheckpointSettings
 from blockdraft.training.creation import make_contract
 from blockdraft.verifiers.causal import CausalVerifier
+from blockdraft.verifiers.loading import save_folder
 from conftest import random_document, tiny_config, tiny_draft, tiny_verifier_of
 
 
@@ -128,9 +133,17 @@ def test_every_config_and_contract_field_matters(saved: tuple[BlockDraft, Path],
             load_draft(folder, tiny_verifier, torch.float32)
 
 
-def test_compute_dtype_decides_what_auto_means(saved: tuple[BlockDraft, Path]) -> None:
-    _, folder = saved
-    assert read_contract(folder).compute_dtype == "float32"
+def test_compute_dtype_decides_what_auto_means(tiny_verifier: CausalVerifier, tmp_path: Path) -> None:
+    """`--dtype auto` computes in what the draft was trained in, where the processor has it."""
+    save_folder(tiny_verifier, tmp_path / "verifier")
+    draft = tiny_draft(tiny_verifier, tiny_config())
+    contract = make_contract(draft.config, tiny_verifier)
+    for trained_in in ("float32", "bfloat16"):
+        folder = tmp_path / trained_in
+        save_draft(folder, draft, dataclasses.replace(contract, compute_dtype=trained_in), torch.float32, {})
+        pair = load_pair(CheckpointSettings(checkpoint=folder, verifier_name_or_path=str(tmp_path / "verifier")))
+        wanted = torch.bfloat16 if trained_in == "bfloat16" and has_fast_bfloat16() else torch.float32
+        assert pair.verifier.dtype == pair.draft.norm.weight.dtype == wanted
 
 
 @pytest.mark.parametrize(

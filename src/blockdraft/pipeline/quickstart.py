@@ -101,7 +101,9 @@ def _verifier_folder(settings: QuickstartSettings, root: Path) -> str:
     return str(folder)
 
 
-def train_settings(run: _Run, verifier: CausalVerifier, data: Path, documents: Sequence[Document]) -> TrainSettings:
+def _train_settings(
+    run: _Run, verifier: CausalVerifier, data: Path, documents: Sequence[Document], folder: Path
+) -> TrainSettings:
     """The quickstart's way to train: the defaults of `blockdraft train`, and a mask token found for it."""
     settings = run.settings
     mask = None
@@ -114,7 +116,7 @@ def train_settings(run: _Run, verifier: CausalVerifier, data: Path, documents: S
         device=settings.device,
         threads=settings.threads,
         data_path=data,
-        save_path=run.root,
+        save_path=folder,
         speculator_type=settings.method,
         mask_token_id=mask,
         seed=settings.seed,
@@ -131,7 +133,7 @@ def _train(run: _Run, verifier: _Lazy, data: Path) -> Path:
         return checkpoint
     documents = read_documents(data / replies.DOCUMENTS, "--save-path")
     plan, states = folder / "plan.json", None
-    base = dataclasses.replace(train_settings(run, verifier(), data, documents), save_path=folder)
+    base = _train_settings(run, verifier(), data, documents, folder)
     if not plan.is_file():
         trainer = Trainer(base, verifier(), documents)
         trainer.create()
