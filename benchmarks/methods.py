@@ -76,8 +76,8 @@ def main() -> None:
             "## Methods and workloads\n\n"
             f"`python benchmarks/methods.py --minutes {options.minutes:g}`, {today()}; {first['machine']}; "
             f"{first['dtype']}; verifier {first['verifier']}; batch 1, prefill included; "
-            f"{options.minutes:g} minutes of training each. A tie is a first difference whose two tokens both lie within "
-            "the stated width of the best float32 logit.\n\n"
+            f"{options.minutes:g} minutes of training each. "
+            "A tie is a first difference whose two tokens lie within the stated width of the best float32 logit.\n\n"
         )
         write_section(options.out, "methods", head + table)
 
