@@ -28,7 +28,7 @@ COLUMNS = (
     "ratio",
     "identical (float32)",
     "identical / ties / faults (served dtype)",
-    "widest tie",
+    "widest gap of a difference / bound measured",
 )
 
 
@@ -52,7 +52,7 @@ def row_of(result: dict) -> list[str]:
         f"{result['speedup']:.2f}",
         f"{result['identical']} of {result['heldout_prompts']}",
         f"{served['identical']} / {served['ties']} / {served['faults']}",
-        f"{served['largest_tie_gap']:.2f}",
+        f"{served['largest_gap']:.2f} / {served['tie_bound']:.2f}",
     ]
 
 
@@ -77,7 +77,7 @@ def main() -> None:
             f"`python benchmarks/methods.py --minutes {options.minutes:g}`, {today()}; {first['machine']}; "
             f"{first['dtype']}; verifier {first['verifier']}; batch 1, prefill included; "
             f"{options.minutes:g} minutes of training each. "
-            "A tie is a first difference whose two tokens lie within the stated width of the best float32 logit.\n\n"
+            "A tie is a first difference whose two tokens lie within the bound of the best float32 logit.\n\n"
         )
         write_section(options.out, "methods", head + table)
 

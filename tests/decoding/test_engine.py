@@ -7,7 +7,7 @@ import torch
 
 from blockdraft.decoding.compare import compare
 from blockdraft.decoding.engine import DecodingEngine, Reply
-from blockdraft.decoding.identity import TIE_BOUND, differences, first_difference
+from blockdraft.decoding.identity import TIE_CEILING, differences, first_difference, tie_bound
 from blockdraft.decoding.one_pass import one_pass_acceptance
 from blockdraft.errors import InputError
 from blockdraft.records import Document
@@ -175,19 +175,31 @@ def test_differences_are_ties_only_near_the_best(tiny_verifier: CausalVerifier) 
     logits = tiny_verifier.logits(tiny_verifier.states([torch.tensor(text)], [])[0].final[-1])
     best, second, third = logits.topk(3).indices.tolist()
     other = Reply(0, plain[0].prompt, 24, [*plain[0].tokens[:4], second, 9])
-    (found,) = differences(tiny_verifier, plain[:1], [other])
+    (found,) = differences(tiny_verifier, plain[:1], [other], 0.2)
     assert (found.position, found.wanted, found.found) == (4, best, second)
     assert found.gap == pytest.approx(float(logits[best] - logits[second]), abs=1e-4)
-    assert found.is_tie == (found.gap <= TIE_BOUND)
+    assert found.is_tie == (found.gap <= 0.2)
+    assert differences(tiny_verifier, plain[:1], [other], found.gap + 1e-3)[0].is_tie
     further = Reply(0, plain[0].prompt, 24, [*plain[0].tokens[:4], third])
     gap = float(logits[best] - logits[third])
-    assert differences(tiny_verifier, plain[:1], [further])[0].gap == pytest.approx(gap, abs=1e-4)
+    assert differences(tiny_verifier, plain[:1], [further], 0.2)[0].gap == pytest.approx(gap, abs=1e-4)
     wrong = Reply(0, plain[0].prompt, 24, [*plain[0].tokens[:4], int(logits.argmin())])
-    assert not differences(tiny_verifier, plain[:1], [wrong])[0].is_tie
+    assert not differences(tiny_verifier, plain[:1], [wrong], TIE_CEILING)[0].is_tie
     ended = Reply(0, plain[0].prompt, 24, plain[0].tokens[:4])
-    assert differences(tiny_verifier, plain[:1], [ended])[0].gap is None
+    assert differences(tiny_verifier, plain[:1], [ended], 0.2)[0].gap is None
     assert first_difference([1, 2], [1, 2, 3]) == 2
     assert first_difference([1, 2], [1, 2]) is None
+
+
+def test_the_bound_is_what_rounding_does_and_never_more_than_the_ceiling(tiny_verifier: CausalVerifier) -> None:
+    plain = decode(tiny_verifier, None, 0)
+    rounded = tiny_verifier_of("llama", torch.bfloat16)
+    assert tie_bound(tiny_verifier, tiny_verifier, plain) == 0.0
+    bound = tie_bound(tiny_verifier, rounded, plain)
+    assert 0 < bound < TIE_CEILING
+    with torch.no_grad():
+        rounded.model.get_decoder().norm.weight.mul_(3)  # not rounding any more
+    assert tie_bound(tiny_verifier, rounded, plain) == TIE_CEILING
 
 
 def test_compare_returns_both_ways_in_prompt_order(tiny_verifier: CausalVerifier) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from blockdraft.decoding.compare import compare
 from blockdraft.decoding.engine import DecodingEngine, Reply
-from blockdraft.decoding.identity import Difference, differences
+from blockdraft.decoding.identity import Difference, differences, tie_bound
 from blockdraft.decoding.one_pass import OnePass, one_pass_acceptance
 from blockdraft.ops.acceptance import AcceptanceCounts
 from blockdraft.pipeline.loading import Pair, encode_all, heldout_or_file, load_pair
@@ -111,7 +111,8 @@ def prove_by_decoding(
         "identical": len(prompts) - len(found),
         "ties": sum(difference.is_tie for difference in found),
         "faults": sum(not difference.is_tie for difference in found),
-        "largest_tie_gap": max((d.gap for d in found if d.gap is not None), default=0.0),
+        "tie_bound": max((d.bound for d in found), default=0.0),
+        "largest_gap": max((d.gap for d in found if d.gap is not None), default=0.0),
         "same_rounds_as_one_pass": same_rounds,
         "acceptance_length": decoded.acceptance_length,
         "one_pass": {str(each): counts_json(counts_of(outcomes, each)) for each in sorted({k, *ks})},
@@ -122,6 +123,7 @@ def explained_differences(verifier: Verifier, plain: Sequence[Reply], drafted: S
     """Differences between two sets of replies, with float32 gaps; a float32 verifier is loaded only if needed."""
     if all(a.tokens == b.tokens for a, b in zip(plain, drafted, strict=True)):
         return []
-    if verifier.dtype == torch.float32:
-        return differences(verifier, plain, drafted)
-    return differences(load_verifier(verifier.identity.name, torch.float32, str(verifier.device)), plain, drafted)
+    exact = verifier
+    if verifier.dtype != torch.float32:
+        exact = load_verifier(verifier.identity.name, torch.float32, str(verifier.device))
+    return differences(exact, plain, drafted, tie_bound(exact, verifier, plain))

@@ -17,7 +17,7 @@ import torch
 from blockdraft.data.workloads import workload_prompts
 from blockdraft.decoding import regenerate as replies
 from blockdraft.decoding.engine import DecodingEngine
-from blockdraft.decoding.identity import TIE_BOUND
+from blockdraft.decoding.identity import TIE_CEILING
 from blockdraft.fingerprint import fingerprint
 from blockdraft.folders import read_json, write_json
 from blockdraft.ops.acceptance import AcceptanceCounts
@@ -34,6 +34,7 @@ from blockdraft.verifiers.causal import CausalVerifier
 from blockdraft.verifiers.loading import is_gguf, load_verifier, save_folder, source_digest
 
 EXACT_K, SHOWN_KS = 7, (3, 7)
+TIE_RULE = "measured bound"  # part of what determines a result: results of another rule are not reused
 REGENERATE_BATCH = 64
 
 
@@ -155,7 +156,7 @@ _TRAIN_DEFAULTS = {
 
 def _measure(run: _Run, checkpoint: Path, heldout: list) -> dict[str, Any]:
     settings = run.settings
-    facts = [heldout, settings.max_new_tokens, dtype_name(run.dtype), TIE_BOUND]
+    facts = [heldout, settings.max_new_tokens, dtype_name(run.dtype), TIE_CEILING, TIE_RULE]
     record = checkpoint.parent / f"results-{fingerprint(facts)}.json"
     if record.is_file():
         say("      done before")
