@@ -1,132 +1,157 @@
-"""Peak memory and time of a training step's head and loss, against whole logits.
+"""Time and peak memory of a training step (forward and backward) over a grid, beside its floor, its twin and a rival.
 
-Random weights; what is shown is that memory follows the chunk and not the number of slots:
+    python benchmarks/train_step.py                                            # the whole grid, blockdraft alone
+    python benchmarks/train_step.py --peer-python peer/bin/python --methods dflash --out docs/results.md
+    python benchmarks/train_step.py --vocab 262144 --anchors 64 256 --twin     # chunks against whole logits
 
-    python benchmarks/train_step.py                       # vocabulary 262,144, up to 512 anchors x block 8
-    python benchmarks/train_step.py --vocab 49152 --dtype float32
-
-Each line is measured in a process of its own (peak resident memory minus what stood before the step).
+Every cell is measured in processes of its own that take turns, A B A B, after one step each that is not counted; the
+table has medians. "floor" is the time of the matrix products alone that a step cannot avoid (steps/floor.py).
+The peer is Speculators 0.9.0 in its own environment: `pip install torch==2.13.0 speculators==0.9.0` and then remove
+torchvision and torchaudio, whose PyPI builds do not import beside a processor build of torch.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-import multiprocessing
-import time
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-HIDDEN, LAYERS, ROW, BLOCK = 576, 2, 1024, 8
-WIDTHS = (8, 6, 10, 6, 9, 6, 11, 13)
+from report import markdown_table, today, write_section
+
+STEPS = Path(__file__).parent / "steps"
+sys.path.insert(0, str(STEPS))
+
+from protocol import Case  # noqa: E402
 
 
-def step(
-    queue: multiprocessing.Queue, kind: str, anchors: int, vocab: int, dtype_name: str, repeats: int, only_head: bool
-) -> None:
-    """One measurement: build a draft and a packed row, then run forward and backward."""
-    from blockdraft.runtime import prepare_environment
+class Worker:
+    """A process that takes steps of one case."""
 
-    prepare_environment()
-    import torch
+    def __init__(self, python: str, script: str, case: Case, *extra: str) -> None:
+        command = [python, str(STEPS / script), case.to_arg(), *extra]
+        # A pipe that nobody reads would fill and stop the worker.
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
+        )
+        self._answer()
+        self.seconds: list[float] = []
+        self.peak = self.above = 0.0
 
-    from blockdraft.data.packing import pack_row
-    from blockdraft.losses.chunked import chunked_head_loss, plain_head_loss
-    from blockdraft.losses.objective import Objective
-    from blockdraft.models.block_draft import BlockDraft
-    from blockdraft.models.config import METHODS, DraftConfig
-    from blockdraft.ops.anchors import choose_anchors
-    from blockdraft.records import Document
-    from blockdraft.training.step import block_targets
+    def _answer(self) -> str:
+        """The next line of the protocol; what libraries print between is passed over."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.strip() == "ready" or line.startswith("{"):
+                return line
+        self._errors.seek(0)
+        raise SystemExit(self._errors.read()[-2000:])
 
-    torch.manual_seed(0)
-    dtype = getattr(torch, dtype_name)
-    config = DraftConfig(
-        hidden_size=HIDDEN,
-        num_layers=LAYERS,
-        num_heads=9,
-        num_kv_heads=3,
-        head_dim=64,
-        intermediate_size=1536,
-        rms_norm_eps=1e-6,
-        vocab_size=vocab,
-        tap_ids=(1, 2, 3, 4, 5),
-        **METHODS["dflash"],
-        standardise_taps=False,
-        block_size=BLOCK,
-        mask_token_id=4,
-        embedding_scale=1.0,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e5},
-        max_position_embeddings=ROW,
-        windows=(None,) * LAYERS,
-        causal=(False,) * LAYERS,
+    def step(self) -> None:
+        """Take one step and record it."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("step\n")
+        self._process.stdin.flush()
+        answer = json.loads(self._answer())
+        self.seconds.append(answer["seconds"])
+        self.peak, self.above = answer["peak"], answer["above"]
+
+    @property
+    def time(self) -> float:
+        """Median seconds of the steps after the first."""
+        return median(self.seconds[1:] or self.seconds)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+        self._errors.close()
+
+
+def measure(case: Case, repeats: int, peer_python: str | None, twin: bool) -> dict[str, Worker]:
+    """All workers of a case, each after 1 + `repeats` steps in turns."""
+    workers = {"ours": Worker(sys.executable, "ours.py", case)}
+    if case.method == "dflash":
+        workers["floor"] = Worker(sys.executable, "floor.py", case)
+        if peer_python:
+            workers["peer"] = Worker(peer_python, "speculators.py", case)
+    if twin:
+        workers["twin"] = Worker(sys.executable, "ours.py", case, "plain")
+    try:
+        for _ in range(1 + repeats):
+            for worker in workers.values():
+                worker.step()
+    finally:
+        for worker in workers.values():
+            worker.close()
+    return workers
+
+
+def columns(peer: bool, twin: bool) -> list[str]:
+    names = ["method", "row", "anchors", "vocabulary", "loss", "dtype", "s", "peak GiB", "step GiB", "s / floor"]
+    if peer:
+        names += ["peer s", "peer peak GiB", "time ratio", "memory ratio"]
+    return names + (["twin s", "twin step GiB"] if twin else [])
+
+
+def row_of(case: Case, workers: dict[str, Worker], peer: bool, twin: bool) -> list[str]:
+    ours, floor, rival = workers["ours"], workers.get("floor"), workers.get("peer")
+    loss = "ce, D-PACE" if case.loss == "ce" else case.loss
+    cells = [case.method, f"{case.seq_len:,}", str(case.anchors), f"{case.vocab:,}", loss, case.dtype]
+    cells += [f"{ours.time:.2f}", f"{ours.peak:.2f}", f"{ours.above:.2f}"]
+    cells.append(f"{ours.time / floor.time:.2f}" if floor else "")
+    if peer:
+        ratios = (f"{rival.time / ours.time:.2f}", f"{rival.peak / ours.peak:.2f}") if rival else ("", "")
+        cells += [f"{rival.time:.2f}", f"{rival.peak:.2f}", *ratios] if rival else [""] * 4
+    if twin:
+        cells += [f"{workers['twin'].time:.2f}", f"{workers['twin'].above:.2f}"]
+    return cells
+
+
+def grid(options: argparse.Namespace) -> list[Case]:
+    axes: Sequence[Sequence[object]] = (
+        options.methods,
+        options.seq_len,
+        options.anchors,
+        options.vocab,
+        options.loss,
+        options.dtypes,
     )
-    table = (0.02 * torch.randn(vocab, HIDDEN)).to(dtype)
-    draft = BlockDraft(config)
-    draft.borrow(table, table)
-    draft.initialise(0)
-    row = pack_row([Document("row", torch.randint(5, vocab, (ROW,)).tolist(), 4, "length")])
-    taps = torch.randn(ROW, 5, HIDDEN).to(dtype)
-    greedy = torch.randint(vocab, (ROW,))
-    loss_of = chunked_head_loss if kind == "chunked" else plain_head_loss
-    objective = Objective("dpace", 0.5, 4.0)
-
-    given = torch.randn(anchors, BLOCK, HIDDEN).requires_grad_()
-
-    def once() -> float:
-        start = time.perf_counter()
-        blocks = choose_anchors(row.loss_mask, row.lengths, anchors, torch.Generator().manual_seed(0))
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-            hidden = given if only_head else draft(taps, row.tokens, row.positions, blocks)
-            targets, mask = block_targets(greedy, blocks, BLOCK)
-            loss = loss_of(hidden[:, 1:], table, targets, mask, objective).loss
-        loss.backward()
-        return time.perf_counter() - start
-
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of building the tables
-    before = resident("VmRSS")
-    seconds = [once() for _ in range(repeats)]
-    queue.put((median(seconds[1:] or seconds), (resident("VmHWM") - before) / 2**20))
-
-
-def resident(field: str) -> int:
-    """Resident memory of this process in KiB: "VmRSS" now, "VmHWM" at its peak (Linux)."""
-    status = Path("/proc/self/status").read_text()
-    return int(next(line.split()[1] for line in status.splitlines() if line.startswith(field)))
-
-
-def measure(*arguments: object) -> tuple[float, float]:
-    """Run `step` in a fresh process; returns seconds and GiB."""
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    process = context.Process(target=step, args=(queue, *arguments))
-    process.start()
-    result = queue.get()
-    process.join()
-    return result
+    return [Case(*values) for values in itertools.product(*axes)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vocab", type=int, default=262_144)
-    parser.add_argument("--anchors", type=int, nargs="+", default=[64, 128, 256, 512])
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    parser.add_argument("--whole-up-to", type=int, default=256, help="anchors up to which the twin is run too")
-    parser.add_argument("--only-head", action="store_true", help="head and loss on given hidden states, no draft")
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--methods", nargs="+", default=["dflash", "dflare", "dspark"])
+    parser.add_argument("--seq-len", type=int, nargs="+", default=[1024, 4096])
+    parser.add_argument("--anchors", type=int, nargs="+", default=[128, 512])
+    parser.add_argument("--vocab", type=int, nargs="+", default=[49_152, 262_144])
+    parser.add_argument("--loss", nargs="+", choices=["ce", "kl"], default=["ce", "kl"])
+    parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--peer-python", help="Python of an environment with Speculators 0.9.0")
+    parser.add_argument("--twin", action="store_true", help="also the plain step: whole logits, one dense mask")
+    parser.add_argument("--out", type=Path, help="file whose section is replaced by the table")
+    parser.add_argument("--section", default="train-step", help="name of that section")
     options = parser.parse_args()
-    print(f"vocabulary {options.vocab:,}, {options.dtype}, row of {ROW}, block {BLOCK}, {LAYERS} layers of {HIDDEN}")
-    names = ("anchors", "slots", "chunked s", "GiB", "whole s", "GiB", "time ratio", "memory ratio")
-    print(" ".join(f"{name:>{width}}" for name, width in zip(names, WIDTHS, strict=True)))
-    for anchors in options.anchors:
-        fast = measure("chunked", anchors, options.vocab, options.dtype, options.repeats, options.only_head)
-        plain = (math.nan, math.nan)
-        if anchors <= options.whole_up_to:
-            plain = measure("plain", anchors, options.vocab, options.dtype, options.repeats, options.only_head)
-        counts = (str(anchors), str(anchors * (BLOCK - 1)))
-        figures = (*fast, *plain, plain[0] / fast[0], plain[1] / fast[1])
-        cells = (*counts, *(f"{figure:.2f}" for figure in figures))
-        print(" ".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=True)), flush=True)
+    peer = bool(options.peer_python)
+    names, rows = columns(peer, options.twin), []
+    print(" | ".join(names), flush=True)
+    for case in grid(options):
+        rows.append(row_of(case, measure(case, options.repeats, options.peer_python, options.twin), peer, options.twin))
+        print(" | ".join(rows[-1]), flush=True)
+    if options.out:
+        from blockdraft.runtime import machine_description
+
+        arguments = " ".join(sys.argv[1:]).replace(options.peer_python or "\0", "PEER")
+        head = f"`python benchmarks/train_step.py {arguments}`, {today()}; {machine_description()}."
+        write_section(options.out, options.section, f"{head}\n\n{markdown_table(names, rows)}")
 
 
 if __name__ == "__main__":

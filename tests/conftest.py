@@ -29,9 +29,11 @@ from transformers import (  # noqa: E402
     Qwen3ForCausalLM,
 )
 
+from blockdraft.contract import Contract  # noqa: E402
 from blockdraft.models.block_draft import BlockDraft  # noqa: E402
 from blockdraft.models.config import METHODS, DraftConfig  # noqa: E402
 from blockdraft.records import Document  # noqa: E402
+from blockdraft.training.creation import make_contract  # noqa: E402
 from blockdraft.verifiers.causal import CausalVerifier  # noqa: E402
 from blockdraft.verifiers.loading import EMBEDDED, load_verifier, save_folder  # noqa: E402
 
@@ -121,8 +123,10 @@ def tiny_config(method: str = "dflash", **changes: object) -> DraftConfig:
         intermediate_size=64,
         rms_norm_eps=1e-6,
         vocab_size=VOCAB,
+        draft_vocab_size=VOCAB,
         tap_ids=(0, 2, 4),
         **METHODS[method],
+        markov_rank=12 if METHODS[method]["sequential_head"] != "none" else 0,
         standardise_taps=True,
         block_size=8,
         mask_token_id=MASK,
@@ -138,9 +142,12 @@ def tiny_config(method: str = "dflash", **changes: object) -> DraftConfig:
 def tiny_draft(verifier: CausalVerifier, config: DraftConfig, seed: int = 0) -> BlockDraft:
     """A draft with random weights and norms that are not one: norms of one hide faults."""
     draft = BlockDraft(config)
+    generator = torch.Generator().manual_seed(seed + 1)
+    if draft.vocabulary is not None:
+        kept = torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size]
+        draft.vocabulary.keep(kept.sort().values)
     draft.borrow(verifier.embedding_VE, verifier.head_VE)
     draft.initialise(seed)
-    generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, parameter in draft.named_parameters():
             if parameter.ndim == 1 and name != "norm.weight":
@@ -151,6 +158,11 @@ def tiny_draft(verifier: CausalVerifier, config: DraftConfig, seed: int = 0) -> 
             taps = verifier.states([torch.arange(3, 60)], config.tap_ids)[0].taps
             draft.fusion.statistics.calibrate(taps)
     return draft.eval()
+
+
+def contract_of(draft: BlockDraft, verifier: CausalVerifier) -> Contract:
+    """The contract of a draft, its vocabulary map included."""
+    return make_contract(draft.config, verifier, None if draft.vocabulary is None else draft.vocabulary.ids)
 
 
 def random_document(length: int, reply_start: int, seed: int, name: str | None = None) -> Document:

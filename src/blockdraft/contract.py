@@ -53,6 +53,10 @@ class Contract:
     method: str
     context_fusion: str
     context_kv: str
+    sequential_head: str
+    markov_rank: int
+    confidence_head: str
+    confidence_with_previous: bool
     verifier: VerifierIdentity
     tap_ids: tuple[int, ...]
     tap_convention: str

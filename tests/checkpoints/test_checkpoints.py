@@ -19,16 +19,34 @@ from blockdraft.ops.anchors import choose_anchors
 from blockdraft.pipeline.loading import load_pair
 from blockdraft.runtime import has_fast_bfloat16
 from blockdraft.settings import CheckpointSettings
-from blockdraft.training.creation import make_contract
+from blockdraft.training.step import positions_before
 from blockdraft.verifiers.causal import CausalVerifier
 from blockdraft.verifiers.loading import save_folder
-from conftest import random_document, tiny_config, tiny_draft, tiny_verifier_of
+from conftest import contract_of, random_document, tiny_config, tiny_draft, tiny_verifier_of
 
 
 def hidden_of(draft: BlockDraft, verifier: CausalVerifier) -> torch.Tensor:
+    """Everything a draft says: hidden states, corrected logits of each slot, confidences and the map of its ids."""
     row = pack_row([random_document(30, 5, 3)])
     taps = verifier.states([row.tokens], draft.config.tap_ids)[0].taps
-    return draft(taps, row.tokens, row.positions, choose_anchors(row.loss_mask, row.lengths, 0)).detach()
+    blocks = choose_anchors(row.loss_mask, row.lengths, 0)
+    hidden = draft(taps, row.tokens, row.positions, blocks).detach()
+    predicted = draft.predicted(hidden)
+    previous, _ = positions_before(blocks, predicted.shape[1])
+    said = [hidden, draft.logits(predicted), draft.to_verifier_ids(torch.arange(draft.config.draft_vocab_size)).float()]
+    if draft.sequential is not None:
+        said.append(draft.sequential.bias(draft.sequential.teacher_forced(predicted, row.tokens[previous])).detach())
+    confidence = draft.confidence_logits(predicted, row.tokens[previous])
+    if confidence is not None:
+        said.append(confidence.detach())
+    return torch.cat([part.flatten() for part in said])
+
+
+def perturbed(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_floating_point():
+        return tensor.flip(0) if tensor.dtype == torch.bool else tensor + 1
+    # A seed of its own: a perturbation along the initial weights would only scale them, and norms undo that.
+    return tensor + 0.5 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(99))
 
 
 CONFIGS = {
@@ -38,6 +56,12 @@ CONFIGS = {
     "raw taps": tiny_config("dflare", standardise_taps=False),
     "window": tiny_config("dflash", windows=(6, 6)),
     "causal": tiny_config("dflash", causal=(True, True)),
+    "layers that differ": tiny_config("dflash", windows=(6, None), causal=(True, False)),
+    "dspark": tiny_config("dspark"),
+    "gated": tiny_config("dspark", sequential_head="gated", confidence_with_previous=False),
+    "rnn on dflare": tiny_config("dflare", sequential_head="rnn", markov_rank=8),
+    "reduced": tiny_config("dflash", draft_vocab_size=40),
+    "reduced dspark": tiny_config("dspark", draft_vocab_size=40),
 }
 
 
@@ -45,7 +69,7 @@ CONFIGS = {
 def saved(request: pytest.FixtureRequest, tiny_verifier: CausalVerifier, tmp_path: Path) -> tuple[BlockDraft, Path]:
     draft = tiny_draft(tiny_verifier, CONFIGS[request.param])
     folder = tmp_path / "draft"
-    save_draft(folder, draft, make_contract(draft.config, tiny_verifier), torch.float32, {"made": "by a test"})
+    save_draft(folder, draft, contract_of(draft, tiny_verifier), torch.float32, {"made": "by a test"})
     return draft, folder
 
 
@@ -63,12 +87,13 @@ def test_every_tensor_matters(saved: tuple[BlockDraft, Path], tiny_verifier: Cau
     tensors = load_file(folder / WEIGHTS)
     wanted = hidden_of(load_draft(folder, tiny_verifier, torch.float32)[0], tiny_verifier)
     for name, tensor in tensors.items():
-        moved = dict(tensors)
-        # A seed of its own: a perturbation along the initial weights would only scale them, and norms undo that.
-        moved[name] = tensor + 0.5 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(99))
-        save_file(moved, folder / WEIGHTS)
-        changed = hidden_of(load_draft(folder, tiny_verifier, torch.float32)[0], tiny_verifier)
-        assert not torch.allclose(changed, wanted, atol=1e-4), f"{name} has no effect"
+        save_file({**tensors, name: perturbed(tensor)}, folder / WEIGHTS)
+        if tensor.is_floating_point():
+            changed = hidden_of(load_draft(folder, tiny_verifier, torch.float32)[0], tiny_verifier)
+            assert not torch.allclose(changed, wanted, atol=1e-4), f"{name} has no effect"
+        else:  # the vocabulary map stands twice, and its hash in the contract
+            with pytest.raises(InputError, match="d2t"):
+                load_draft(folder, tiny_verifier, torch.float32)
         missing = {k: v for k, v in tensors.items() if k != name}
         save_file(missing, folder / WEIGHTS)
         with pytest.raises(InputError, match=name.replace(".", r"\.")):
@@ -126,7 +151,9 @@ def test_every_config_and_contract_field_matters(saved: tuple[BlockDraft, Path],
             draft, _ = load_draft(folder, tiny_verifier, torch.float32)
         except InputError:
             continue
-        assert not torch.allclose(hidden_of(draft, tiny_verifier), wanted, atol=1e-5), f"{path} has no effect"
+        found = hidden_of(draft, tiny_verifier)
+        same = found.shape == wanted.shape and torch.allclose(found, wanted, atol=1e-5)
+        assert not same, f"{path} has no effect"
         del place[path[-1]]
         (folder / CONFIG).write_text(json.dumps(changed))
         with pytest.raises(InputError):
@@ -137,7 +164,7 @@ def test_compute_dtype_decides_what_auto_means(tiny_verifier: CausalVerifier, tm
     """`--dtype auto` computes in what the draft was trained in, where the processor has it."""
     save_folder(tiny_verifier, tmp_path / "verifier")
     draft = tiny_draft(tiny_verifier, tiny_config())
-    contract = make_contract(draft.config, tiny_verifier)
+    contract = contract_of(draft, tiny_verifier)
     for trained_in in ("float32", "bfloat16"):
         folder = tmp_path / trained_in
         save_draft(folder, draft, dataclasses.replace(contract, compute_dtype=trained_in), torch.float32, {})
@@ -154,7 +181,7 @@ def test_missing_conflicting_and_unknown_keys_are_named(
 ) -> None:
     draft = tiny_draft(tiny_verifier, tiny_config())
     folder = tmp_path / "draft"
-    save_draft(folder, draft, make_contract(draft.config, tiny_verifier), torch.float32, {})
+    save_draft(folder, draft, contract_of(draft, tiny_verifier), torch.float32, {})
     raw = json.loads((folder / CONFIG).read_text())
     raw[name] = value
     if value is None:
@@ -167,7 +194,7 @@ def test_missing_conflicting_and_unknown_keys_are_named(
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
 def test_another_verifier_is_refused(tiny_verifier: CausalVerifier, tmp_path: Path, kind: str) -> None:
     draft = tiny_draft(tiny_verifier, tiny_config())
-    save_draft(tmp_path / "d", draft, make_contract(draft.config, tiny_verifier), torch.float32, {})
+    save_draft(tmp_path / "d", draft, contract_of(draft, tiny_verifier), torch.float32, {})
     with pytest.raises(InputError, match="verifier architecture"):
         load_draft(tmp_path / "d", tiny_verifier_of(kind), torch.float32)
 
@@ -177,7 +204,7 @@ def test_damage_and_absence_are_one_line(tiny_verifier: CausalVerifier, tmp_path
         load_draft(tmp_path / "none", tiny_verifier, torch.float32)
     draft = tiny_draft(tiny_verifier, tiny_config())
     folder = tmp_path / "d"
-    save_draft(folder, draft, make_contract(draft.config, tiny_verifier), torch.float32, {})
+    save_draft(folder, draft, contract_of(draft, tiny_verifier), torch.float32, {})
     whole = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(whole[:-50])
     with pytest.raises(InputError, match="damaged"):
@@ -192,7 +219,7 @@ def test_damage_and_absence_are_one_line(tiny_verifier: CausalVerifier, tmp_path
 
 def test_dtype_is_kept(tiny_verifier: CausalVerifier, tmp_path: Path) -> None:
     draft = tiny_draft(tiny_verifier, tiny_config())
-    save_draft(tmp_path / "d", draft, make_contract(draft.config, tiny_verifier), torch.bfloat16, {})
+    save_draft(tmp_path / "d", draft, contract_of(draft, tiny_verifier), torch.bfloat16, {})
     assert {t.dtype for t in load_file(tmp_path / "d" / WEIGHTS).values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "d" / CONFIG).read_text())["dtype"] == "bfloat16"
 
@@ -201,7 +228,7 @@ def test_a_failed_save_leaves_the_old_checkpoint(
     tiny_verifier: CausalVerifier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draft = tiny_draft(tiny_verifier, tiny_config())
-    contract = make_contract(draft.config, tiny_verifier)
+    contract = contract_of(draft, tiny_verifier)
     save_draft(tmp_path / "d", draft, contract, torch.float32, {})
     before = (tmp_path / "d" / WEIGHTS).read_bytes()
     with pytest.raises(TypeError):
@@ -210,8 +237,32 @@ def test_a_failed_save_leaves_the_old_checkpoint(
     assert [p.name for p in tmp_path.iterdir()] == ["d"]
 
 
-def test_mixed_causality_cannot_be_written_in_this_format(tiny_verifier: CausalVerifier, tmp_path: Path) -> None:
-    draft = tiny_draft(tiny_verifier, tiny_config(causal=(True, False)))
-    with pytest.raises(InputError, match="one causality"):
-        save_draft(tmp_path / "d", draft, make_contract(draft.config, tiny_verifier), torch.float32, {})
-    assert not list(tmp_path.iterdir())
+def test_what_the_format_cannot_state_is_written_as_a_mixture(tiny_verifier: CausalVerifier, tmp_path: Path) -> None:
+    """One causality and one window for all layers is all an engine would read; it must not take such a draft."""
+    for changes in ({"causal": (True, False)}, {"windows": (3, 7)}):
+        draft = tiny_draft(tiny_verifier, tiny_config("dflash", **changes))
+        save_draft(tmp_path / "draft", draft, contract_of(draft, tiny_verifier), torch.float32, {})
+        raw = json.loads((tmp_path / "draft" / CONFIG).read_text())
+        assert raw["speculators_model_type"] == "blockdraft" and raw["architectures"] == ["BlockDraftModel"]
+
+
+def test_dspark_is_written_as_others_read_it(tiny_verifier: CausalVerifier, tmp_path: Path) -> None:
+    draft = tiny_draft(tiny_verifier, tiny_config("dspark", draft_vocab_size=40))
+    save_draft(tmp_path / "draft", draft, contract_of(draft, tiny_verifier), torch.bfloat16, {})
+    raw = json.loads((tmp_path / "draft" / CONFIG).read_text())
+    wanted = {
+        "architectures": ["DSparkDraftModel"], "speculators_model_type": "dspark", "sample_from_anchor": True,
+        "markov_rank": 12, "markov_head_type": "vanilla", "enable_confidence_head": True,
+        "confidence_head_with_markov": True, "draft_vocab_size": 40,
+    }  # fmt: skip
+    assert {key: raw[key] for key in wanted} == wanted
+    assert raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 8
+    tensors = load_file(tmp_path / "draft" / WEIGHTS)
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    assert shapes["markov_head.markov_w1.weight"] == [128, 12] and shapes["markov_head.markov_w2.weight"] == [40, 12]
+    assert shapes["confidence_head.proj.weight"] == [1, 32 + 12] and shapes["confidence_head.proj.bias"] == [1]
+    assert shapes["lm_head.weight"] == [40, 32] and tensors["lm_head.weight"].dtype == torch.bfloat16
+    assert tensors["d2t"].dtype == torch.int64 and tensors["t2d"].dtype == torch.bool
+    kept = tensors["t2d"].nonzero()[:, 0]
+    assert torch.equal(kept, torch.arange(40) + tensors["d2t"])
+    torch.testing.assert_close(tensors["lm_head.weight"], tiny_verifier.head_VE[kept].bfloat16())

@@ -18,9 +18,8 @@ from blockdraft.cli.main import run
 from blockdraft.cli.verbs import VERBS
 from blockdraft.errors import InputError
 from blockdraft.settings import TrainSettings, build, resolved
-from blockdraft.training.creation import make_contract
 from blockdraft.verifiers.loading import load_verifier, save_folder
-from conftest import tiny_config, tiny_draft, tiny_verifier_of
+from conftest import contract_of, tiny_config, tiny_draft, tiny_verifier_of
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +30,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_folder(tiny_verifier_of("qwen3"), root / "stranger")
     verifier = load_verifier(str(root / "verifier"), torch.float32)
     draft = tiny_draft(verifier, tiny_config("dflare"))
-    save_draft(root / "draft", draft, make_contract(draft.config, verifier), torch.float32, {})
+    save_draft(root / "draft", draft, contract_of(draft, verifier), torch.float32, {})
     prompts = [{"messages": [{"role": "user", "content": f"w{i} w{i + 1} w{2 * i}"}]} for i in range(12)]
     (root / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
     (root / "empty.jsonl").write_text("\n")

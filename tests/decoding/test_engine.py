@@ -35,7 +35,7 @@ def test_plain_decoding_is_the_librarys_own_greedy_text(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("method", ["dflash", "dflare"])
+@pytest.mark.parametrize("method", ["dflash", "dflare", "dspark"])
 def test_any_draft_leaves_the_text_unchanged_and_counts_equal_one_pass(family: str, method: str) -> None:
     verifier = tiny_verifier_of(family)
     draft = tiny_draft(verifier, tiny_config(method))
@@ -56,6 +56,9 @@ class OracleDraft(torch.nn.Module):
         super().__init__()
         self.inner = tiny_draft(verifier, tiny_config())
         self.config, self.norm = self.inner.config, self.inner.norm
+        self.sequential = self.confidence = self.vocabulary = None
+        self.predicted, self.slots_for = self.inner.predicted, self.inner.slots_for
+        self.to_verifier_ids = self.inner.to_verifier_ids
         self.texts = [reply.prompt + reply.tokens for reply in plain]
         self.calls = 0
 

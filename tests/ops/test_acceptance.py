@@ -22,7 +22,7 @@ def test_accepted_prefix_is_the_leading_run(k: int, seed: int) -> None:
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=40))
 def test_rounds_cover_a_reply_exactly(accepted: list[int]) -> None:
     first, last = 10, 10 + len(accepted)
-    rounds = walk_rounds(accepted, first, last, 7)
+    rounds = walk_rounds(accepted, [7] * len(accepted), first, last)
     position = first
     for r in rounds:
         assert r.anchor == position
@@ -32,7 +32,7 @@ def test_rounds_cover_a_reply_exactly(accepted: list[int]) -> None:
 
 
 def test_a_reply_of_one_token_takes_no_round() -> None:
-    assert walk_rounds([], 5, 5, 7) == []
+    assert walk_rounds([], [], 5, 5) == []
 
 
 def test_counts_derive_from_rounds() -> None:
@@ -60,6 +60,25 @@ def test_sampled_tokens_follow_the_verifier_by_chi_square(temperature: float) ->
     assert _chi_square(second, verifier[0, 1]) < 18.5
     third = outcome.bonus[outcome.accepted == 2]
     assert _chi_square(third, verifier[0, 2]) < 18.5
+
+
+def test_rows_may_propose_less_and_stay_lossless() -> None:
+    """Half of the rows propose one token of two: the bonus behind it is the verifier's own, not a residual."""
+    rows, vocab = 40_000, 5
+    generator = torch.Generator().manual_seed(5)
+    verifier = torch.softmax(torch.randn(3, vocab, generator=generator), -1).expand(rows, 3, vocab)
+    draft = torch.softmax(torch.randn(2, vocab, generator=generator), -1).expand(rows, 2, vocab)
+    drafted = torch.stack([torch.multinomial(draft[:, i], 1, generator=generator)[:, 0] for i in range(2)], 1)
+    lengths = torch.arange(rows) % 3
+    outcome = accept_sampled(drafted, draft, verifier, generator, lengths)
+    assert bool((outcome.accepted <= lengths).all())
+    for length in range(3):
+        mine = lengths == length
+        first = torch.where(outcome.accepted > 0, drafted[:, 0], outcome.bonus)[mine]
+        assert _chi_square(first, verifier[0, 0]) < 18.5
+        second = torch.where(outcome.accepted > 1, drafted[:, 1], outcome.bonus)[mine & (outcome.accepted >= 1)]
+        if length:
+            assert _chi_square(second, verifier[0, 1]) < 18.5
 
 
 def test_equal_distributions_accept_everything() -> None:

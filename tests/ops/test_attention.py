@@ -1,4 +1,4 @@
-"""Block attention against its dense twin, values and gradients, at awkward sizes."""
+"""Chunked and FlexAttention against the dense twin, values and gradients, at awkward sizes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 from blockdraft.data.packing import pack_row
 from blockdraft.ops import attention
 from blockdraft.ops.anchors import choose_anchors
+from blockdraft.ops.flex import flex_attention_of
+from blockdraft.ops.masks import context_mask
 from conftest import random_document
 
 LAYOUTS = {
@@ -39,15 +41,30 @@ def test_equals_the_dense_twin(layout: str, block_size: int, window: int | None,
         leaf(t, 2, 8),
         leaf(t, 2, 8),
     )
-    fast = attention.block_attention(*tensors, blocks, window, causal)
-    plain = attention.block_attention_plain(*tensors, blocks, window, causal)
-    # The softmax itself is float32 on both sides.
-    torch.testing.assert_close(fast, plain, rtol=1e-5, atol=1e-6)
+    fast = attention.ChunkedAttention(blocks, block_size, window, causal)(*tensors)
+    plain = attention.plain_attention(*tensors, blocks, window, causal)
+    torch.testing.assert_close(fast, plain)
+    # Forward only: on a processor FlexAttention has no backward.
+    flex = flex_attention_of(blocks, t, block_size, window, causal)(*(tensor.detach() for tensor in tensors))
+    torch.testing.assert_close(flex, plain.detach(), rtol=1e-4, atol=1e-5)
     weight = torch.randn(fast.shape, generator=generator, dtype=torch.float64)
     fast_grads = torch.autograd.grad((fast * weight).sum(), tensors)
     plain_grads = torch.autograd.grad((plain * weight).sum(), tensors)
     for got, wanted in zip(fast_grads, plain_grads, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_chunks_cover_every_block_once_and_its_whole_context(window: int | None) -> None:
+    row = pack_row([random_document(63, 20, 0), random_document(40, 3, 1)])
+    blocks = choose_anchors(row.loss_mask, row.lengths, max_anchors=0)
+    chunks = attention._chunks(blocks, window)
+    assert [i for chunk in chunks for i in range(chunk.part.start, chunk.part.stop)] == list(range(len(blocks)))
+    wanted = context_mask(blocks, 103, window)
+    for chunk in chunks:
+        assert len(set(blocks.starts[chunk.part].tolist())) == 1
+        assert torch.equal(~chunk.hidden, wanted[chunk.part, chunk.context])
+        assert int(wanted[chunk.part].sum()) == int((~chunk.hidden).sum())
 
 
 def test_no_blocks() -> None:
@@ -55,7 +72,7 @@ def test_no_blocks() -> None:
     blocks = choose_anchors(row.loss_mask, row.lengths, max_anchors=0)
     assert len(blocks) == 0
     empty = torch.zeros(0, 8, 4, 8)
-    out = attention.block_attention(
-        empty, empty[:, :, :2], empty[:, :, :2], torch.zeros(4, 2, 8), torch.zeros(4, 2, 8), blocks, None, False
+    out = attention.ChunkedAttention(blocks, 8, None, False)(
+        empty, empty[:, :, :2], empty[:, :, :2], torch.zeros(4, 2, 8), torch.zeros(4, 2, 8)
     )
     assert out.shape == (0, 8, 4, 8)

@@ -66,7 +66,7 @@ def greedy_document(verifier: CausalVerifier, length: int = 40) -> Document:
     return Document("memo", ids, 3, "length")
 
 
-@pytest.mark.parametrize("method", ["dflash", "dflare"])
+@pytest.mark.parametrize("method", ["dflash", "dflare", "dspark"])
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_memorising_one_row_reaches_full_acceptance(
     tiny_verifier: CausalVerifier, tmp_path: Path, method: str, optimizer: str
@@ -208,6 +208,13 @@ def test_tensorboard_receives_the_curves(tiny_verifier: CausalVerifier, tmp_path
         ({"target_layer_ids": (3, 1)}, "must be ascending"),
         ({"target_layer_ids": (1, 1)}, "without repetition"),
         ({"mask_token_id": 128}, "must be in 0..127"),
+        ({"loss_fn": "kl", "per_position_loss_weight": "dpace"}, "dpace: is defined for --loss-fn ce alone"),
+        ({"loss_fn": "hinge"}, "--loss-fn: hinge: known losses are ce, kl"),
+        ({"loss_fn": '{"ce": -1}'}, "must be a number above 0"),
+        ({"draft_vocab_size": 129}, "--draft-vocab-size: 129: must be in 1..128"),
+        ({"num_attention_heads": 5}, "--num-attention-heads: 5: does not divide the hidden size 32"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "--num-key-value-heads: 3: must divide the 4 query"),
+        ({"confidence_with_previous": True}, "--confidence-with-previous: True: needs a sequential head"),
         ({"mask_token_id": DOCUMENTS[0].input_ids[7]}, "occurs in the data"),
     ],
 )
@@ -236,9 +243,9 @@ def test_targets_are_the_verifiers_choice_one_before_the_slot() -> None:
 
     greedy = torch.arange(100, 112)
     blocks = Blocks(torch.tensor([2, 7]), torch.tensor([0, 0]), torch.tensor([10, 10]))
-    targets, mask = block_targets(greedy, blocks, 5)
-    assert targets.tolist() == [[102, 103, 104, 105], [107, 108, 0, 0]]
-    assert mask.tolist() == [[True] * 4, [True, True, False, False]]
+    targets = block_targets(greedy, blocks, 4)
+    assert targets.mask_NK.tolist() == [[True] * 4, [True, True, False, False]]
+    assert targets.ids_NK[targets.mask_NK].tolist() == [102, 103, 104, 105, 107, 108]
 
 
 def test_targets_come_from_the_verifier_and_not_from_the_file(tiny_verifier: CausalVerifier) -> None:

@@ -10,11 +10,17 @@ from typing import Any
 
 from blockdraft.contract import Contract
 from blockdraft.errors import InputError
-from blockdraft.models.config import MIXTURE, DraftConfig, method_of
+from blockdraft.models.config import MIXTURE, DraftConfig
 
 FORMAT_VERSION = "0.9.0"
 CONTRACT_KEY = "blockdraft"
-ARCHITECTURES = {"dflash": "DFlashDraftModel", "dflare": "DFlareDraftModel", MIXTURE: "BlockDraftModel"}
+ARCHITECTURES = {
+    "dflash": "DFlashDraftModel",
+    "dflare": "DFlareDraftModel",
+    "dspark": "DSparkDraftModel",
+    MIXTURE: "BlockDraftModel",
+}
+MARKOV_TYPES = {"none": "vanilla", "markov": "vanilla", "gated": "gated", "rnn": "rnn"}
 
 # Tensors whose name in the file is not their name in the module; all others are named alike.
 FILE_NAMES = {
@@ -23,31 +29,40 @@ FILE_NAMES = {
     "fusion.layer_fusion_weights": "layer_fusion_weights",
     "fusion.statistics.direction": "tap_direction",
     "fusion.statistics.scale": "tap_scale",
+    "sequential.markov_w1.weight": "markov_head.markov_w1.weight",
+    "sequential.markov_w2.weight": "markov_head.markov_w2.weight",
+    "sequential.gate_proj.weight": "markov_head.gate_proj.weight",
+    "sequential.gate_proj.bias": "markov_head.gate_proj.bias",
+    "sequential.joint_proj.weight": "markov_head.joint_proj.weight",
+    "sequential.joint_proj.bias": "markov_head.joint_proj.bias",
+    "confidence.proj.weight": "confidence_head.proj.weight",
+    "confidence.proj.bias": "confidence_head.proj.bias",
+    "vocabulary.d2t": "d2t",
+    "vocabulary.t2d": "t2d",
 }
+HEAD = "lm_head.weight"  # rows of the verifier's head for a reduced vocabulary; engines need them in the file
 
 
 def config_json(config: DraftConfig, contract: Contract, dtype: str) -> dict[str, Any]:
     """The config.json that vLLM and Speculators read, and we do."""
-    causal = set(config.causal)
-    if len(causal) > 1:
-        raise InputError("causal", config.causal, "the Speculators format has one causality for all layers")
     layer_types = ["full_attention" if window is None else "sliding_attention" for window in config.windows]
+    # The format has one window and one causality for all layers. A draft with more is a mixture, whose own statement
+    # of both stands in the contract and which no engine takes for something else.
     windows = {window for window in config.windows if window is not None}
-    if len(windows) > 1:
-        raise InputError("windows", config.windows, "the Speculators format has one window for all sliding layers")
     return {
         "architectures": [ARCHITECTURES[contract.method]],
         "speculators_model_type": contract.method,
         "speculators_version": FORMAT_VERSION,
         "dtype": dtype,
         "block_size": config.block_size,
-        "draft_vocab_size": contract.draft_vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
         "aux_hidden_state_layer_ids": list(config.tap_ids),
         "mask_token_id": config.mask_token_id,
-        "sample_from_anchor": contract.sample_from_anchor,
+        "sample_from_anchor": config.sample_from_anchor,
         # vLLM 0.32 takes `not sliding_window_non_causal` as the causality of every layer, sliding or not.
-        "sliding_window_non_causal": not config.causal[0],
+        "sliding_window_non_causal": not any(config.causal),
         "target_hidden_size": None,
+        **_head_fields(config, contract),
         "transformer_layer_config": {
             "model_type": "qwen3",
             "hidden_size": config.hidden_size,
@@ -62,7 +77,7 @@ def config_json(config: DraftConfig, contract: Contract, dtype: str) -> dict[str
             "attention_bias": False,
             "rope_parameters": dict(config.rope_parameters),
             "layer_types": layer_types,
-            "sliding_window": next(iter(windows), None),
+            "sliding_window": windows.pop() if len(windows) == 1 else None,
             "max_position_embeddings": config.max_position_embeddings,
             "tie_word_embeddings": False,
         },
@@ -86,6 +101,19 @@ def config_json(config: DraftConfig, contract: Contract, dtype: str) -> dict[str
     }
 
 
+def _head_fields(config: DraftConfig, contract: Contract) -> dict[str, Any]:
+    """DSpark's keys, for DSpark and for mixtures with its heads."""
+    heads = config.sequential_head != "none" or config.confidence_head != "none"
+    if contract.method != "dspark" and not heads:
+        return {}
+    return {
+        "markov_rank": config.markov_rank,
+        "markov_head_type": MARKOV_TYPES[config.sequential_head],
+        "enable_confidence_head": config.confidence_head != "none",
+        "confidence_head_with_markov": config.confidence_with_previous,
+    }
+
+
 def parse_config(raw: dict[str, Any], where: str) -> tuple[DraftConfig, Contract]:
     """Read a config.json, refusing one without a contract and any two statements that differ."""
     if CONTRACT_KEY not in raw:
@@ -106,9 +134,15 @@ def parse_config(raw: dict[str, Any], where: str) -> tuple[DraftConfig, Contract
             intermediate_size=layer["intermediate_size"],
             rms_norm_eps=layer["rms_norm_eps"],
             vocab_size=contract.verifier.vocab_size,
+            draft_vocab_size=contract.draft_vocab_size,
             tap_ids=contract.tap_ids,
             context_fusion=contract.context_fusion,
             context_kv=contract.context_kv,
+            sequential_head=contract.sequential_head,
+            markov_rank=contract.markov_rank,
+            confidence_head=contract.confidence_head,
+            confidence_with_previous=contract.confidence_with_previous,
+            sample_from_anchor=contract.sample_from_anchor,
             standardise_taps=contract.tap_standardisation == "explicit",
             block_size=contract.block_size,
             mask_token_id=contract.mask_token_id,
@@ -127,15 +161,11 @@ def parse_config(raw: dict[str, Any], where: str) -> tuple[DraftConfig, Contract
 
 def _require_consistent(config: DraftConfig, contract: Contract, where: str) -> None:
     """Contract fields that follow from others, or of which this version knows one value only."""
-    known = {
-        "method": method_of(config.context_fusion, config.context_kv),
-        "sample_from_anchor": False,
-        "draft_vocab_size": config.vocab_size,
-        "vocab_map_hash": None,
-    }
-    for name, value in known.items():
-        if getattr(contract, name) != value:
-            raise InputError(f"{where} contract {name}", getattr(contract, name), f"this draft needs {value!r}")
+    if contract.method != config.method:
+        raise InputError(f"{where} contract method", contract.method, f"these sockets are {config.method!r}")
+    if (contract.vocab_map_hash is not None) != config.reduced:
+        kind = "a reduced vocabulary has one" if config.reduced else "a full vocabulary has none"
+        raise InputError(f"{where} contract vocab_map_hash", contract.vocab_map_hash, kind)
     allowed = ("none", "folded") if config.context_fusion == "projected" else ("none", "explicit")
     if contract.tap_standardisation not in allowed:
         raise InputError(

@@ -1,8 +1,8 @@
 """The reference engine: plain and speculative decoding of batches, greedy or sampled.
 
-A round is: propose K tokens after the anchor, run the verifier over anchor and proposals at once, keep the longest
-prefix the verifier agrees with plus its own next token. Proposing nothing (k = 0) is plain decoding, in the same
-loop. Finished rows leave the batch.
+A round is: propose up to K tokens after the anchor, run the verifier over anchor and proposals at once, keep the
+longest prefix the verifier agrees with plus its own next token. Proposing nothing (k = 0) is plain decoding, in the
+same loop. Finished rows leave the batch.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from blockdraft.decoding.proposals import Proposal, propose
 from blockdraft.errors import InputError
 from blockdraft.models.block_draft import BlockDraft
 from blockdraft.ops.acceptance import Round, accept_sampled, accepted_prefix
@@ -43,8 +44,11 @@ class Reply:
     rounds: list[Round] = field(default_factory=list)
     finish: str | None = None
 
-    def take(self, accepted: Sequence[int], bonus: int, num_proposed: int, stops: StopRules) -> None:
-        """Append a round's accepted tokens and the verifier's own, up to where the reply ends."""
+    def take(self, accepted: Sequence[int], bonus: int, num_proposed: int | None, stops: StopRules) -> None:
+        """Append a round's accepted tokens and the verifier's own, up to where the reply ends.
+
+        `num_proposed` is None where there is no draft: that is no round. A draft may propose nothing in a round.
+        """
         anchor = len(self.prompt) + len(self.tokens) - 1
         used = 0
         for drafted, token in [*((True, token) for token in accepted), (False, bonus)]:
@@ -54,7 +58,7 @@ class Reply:
             self.finish = stops.reason(self)
             if self.finish:
                 break
-        if num_proposed:
+        if num_proposed is not None:
             self.rounds.append(Round(anchor, num_proposed, used))
 
 
@@ -100,15 +104,24 @@ class DecodingEngine:
     """Decodes prompts with a verifier and, unless `k` is 0, a draft.
 
     Args:
-        k: tokens to propose a round; needs a draft when above 0.
+        k: tokens to propose a round at most; needs a draft when above 0.
+        confidence_threshold: end a proposal where the draft's confidence in it falls under this; 0 never does.
     """
 
-    def __init__(self, verifier: Verifier, draft: BlockDraft | None, k: int, sampling: SamplingSettings) -> None:
+    def __init__(
+        self,
+        verifier: Verifier,
+        draft: BlockDraft | None,
+        k: int,
+        sampling: SamplingSettings,
+        confidence_threshold: float = 0.0,
+    ) -> None:
         assert k == 0 or draft is not None
         self.verifier = verifier
         self.draft = draft if k else None
         self.k = k
         self.sampling = sampling
+        self.confidence_threshold = confidence_threshold
         self.tap_ids = self.draft.config.tap_ids if self.draft is not None else ()
         self.stops = StopRules(
             frozenset() if sampling.ignore_eos else verifier.stop_ids,
@@ -184,7 +197,7 @@ class DecodingEngine:
         final = self._append(batch, torch.nn.utils.rnn.pad_sequence(rest, batch_first=True), widths)
         last = final[torch.arange(len(replies), device=device), widths - 1]
         for reply, token in zip(replies, self._next(self.verifier.logits(last)).tolist(), strict=True):
-            reply.take([], token, 0, self.stops)
+            reply.take([], token, None, self.stops)
         return batch
 
     def _append(self, batch: _Batch, tokens_RW: Tensor, counts_R: Tensor) -> Tensor:
@@ -212,28 +225,39 @@ class DecodingEngine:
 
     def _round(self, batch: _Batch) -> None:
         anchors_R = torch.tensor([reply.tokens[-1] for reply in batch.replies], device=self.verifier.device)
-        drafted_RK, draft_logits = self._propose(batch, anchors_R)
+        proposal = self._propose(batch, anchors_R)
+        drafted_RK = anchors_R.new_empty(len(anchors_R), 0) if proposal is None else proposal.tokens
         tokens_RX = torch.cat([anchors_R[:, None], drafted_RK], dim=1)
         states = self.verifier.extend(batch.verifier_cache, tokens_RX, self.tap_ids)
         logits_RXV = self.verifier.logits(states.final)
         if self.sampling.temperature == 0:
             wanted_RX = logits_RXV.argmax(dim=-1)
             accepted_R = accepted_prefix(drafted_RK, wanted_RX[:, :-1])
+            if proposal is not None:
+                accepted_R = torch.minimum(accepted_R, proposal.lengths)
             bonus_R = wanted_RX.gather(1, accepted_R[:, None])[:, 0]
-        elif draft_logits is None:
+        elif proposal is None:
             accepted_R, bonus_R = torch.zeros_like(anchors_R), self._next(logits_RXV[:, 0])
         else:
-            outcome = accept_sampled(drafted_RK, self._probs(draft_logits), self._probs(logits_RXV), self._generator)
+            outcome = accept_sampled(
+                drafted_RK, self._draft_probs(proposal), self._probs(logits_RXV), self._generator, proposal.lengths
+            )
             accepted_R, bonus_R = outcome.accepted, outcome.bonus
         self._commit(batch, states.taps, accepted_R + 1)
-        rows = zip(batch.replies, drafted_RK.tolist(), accepted_R.tolist(), bonus_R.tolist(), strict=True)
-        for reply, drafted, accepted, bonus in rows:
-            reply.take(drafted[:accepted], bonus, self.k, self.stops)
+        lengths = [None] * len(anchors_R) if proposal is None else proposal.lengths.tolist()
+        rows = zip(batch.replies, drafted_RK.tolist(), accepted_R.tolist(), bonus_R.tolist(), lengths, strict=True)
+        for reply, drafted, accepted, bonus, proposed in rows:
+            reply.take(drafted[:accepted], bonus, proposed, self.stops)
 
-    def _propose(self, batch: _Batch, anchors_R: Tensor) -> tuple[Tensor, Tensor | None]:
-        """K tokens for each row, [R, K], with the logits [R, K, V] they were chosen from."""
+    def _draft_probs(self, proposal: Proposal) -> Tensor:
+        """What the proposed tokens were drawn from, over the verifier's vocabulary, [R, W, V]."""
+        assert self.draft is not None
+        probs = self._probs(proposal.logits)
+        return probs if self.draft.vocabulary is None else self.draft.vocabulary.expand(probs)
+
+    def _propose(self, batch: _Batch, anchors_R: Tensor) -> Proposal | None:
+        """Up to K tokens for each row; None without a draft."""
         if self.draft is None or batch.draft_cache is None:
-            return anchors_R.new_empty(len(anchors_R), 0), None
-        hidden = self.draft.block_hidden(batch.draft_cache, anchors_R, self.k + 1)
-        logits = self.draft.logits(hidden[:, 1:])
-        return self._next(logits), logits
+            return None
+        hidden = self.draft.block_hidden(batch.draft_cache, anchors_R, self.draft.slots_for(self.k))
+        return propose(self.draft, self.draft.predicted(hidden), anchors_R, self._next, self.confidence_threshold)

@@ -3,7 +3,7 @@
 Greedy speculative decoding emits the verifier's own text whatever the draft says. So one verifier pass over that
 text, and one draft pass with every reply position as an anchor, give the drafted tokens of every round that could
 happen; walking from anchor to anchor gives those that do. A block attends within itself, so serving with K tokens
-needs a pass with K + 1 slots of its own: cutting a longer block gives other tokens.
+needs a pass with its own number of slots: cutting a longer block gives other tokens.
 
 The draft runs through the same code as in training, so that equality with the engine's counts proves trainer and
 engine the same.
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.data.packing import pack_row
+from blockdraft.decoding.proposals import propose_all
 from blockdraft.models.block_draft import BlockDraft
 from blockdraft.ops.acceptance import Round, accepted_prefix, walk_rounds
 from blockdraft.ops.anchors import choose_anchors
@@ -41,7 +42,11 @@ class OnePass:
 
 @torch.inference_mode()
 def one_pass_acceptance(
-    verifier: Verifier, draft: BlockDraft, documents: Sequence[Document], ks: Sequence[int]
+    verifier: Verifier,
+    draft: BlockDraft,
+    documents: Sequence[Document],
+    ks: Sequence[int],
+    confidence_threshold: float = 0.0,
 ) -> list[OnePass]:
     """Exact acceptance of each document's reply for every K of `ks`; the verifier runs once over all documents."""
     results = []
@@ -49,14 +54,18 @@ def one_pass_acceptance(
     every_states = verifier.states(sequences, draft.config.tap_ids)
     for document, tokens, states in zip(documents, sequences, every_states, strict=True):
         first = document.reply_start
-        argmax = verifier.logits(states.final[first - 1 : -1]).argmax(dim=-1)
-        rounds = rounds_of_document(draft, document, states.taps, ks)
+        argmax = verifier.greedy(states.final[first - 1 : -1])
+        rounds = rounds_of_document(draft, document, states.taps, ks, confidence_threshold)
         results.append(OnePass(rounds, int((argmax != tokens[first:]).sum())))
     return results
 
 
 def rounds_of_document(
-    draft: BlockDraft, document: Document, taps_TLE: Tensor, ks: Sequence[int]
+    draft: BlockDraft,
+    document: Document,
+    taps_TLE: Tensor,
+    ks: Sequence[int],
+    confidence_threshold: float = 0.0,
 ) -> dict[int, list[Round]]:
     """The rounds that decoding a document's reply takes for every K, given the verifier's taps at its positions."""
     row = pack_row([document])
@@ -67,12 +76,13 @@ def rounds_of_document(
     rounds = {}
     for k in ks:
         accepted: list[int] = []
+        proposed: list[int] = []
         if len(blocks):
-            hidden = draft(taps, tokens, positions, blocks, k + 1)
-            drafted = draft.logits(hidden[:, 1:]).argmax(dim=-1)
+            hidden = draft.predicted(draft(taps, tokens, positions, blocks, draft.slots_for(k)))
+            drafted, lengths = propose_all(draft, hidden, tokens[blocks.anchors], confidence_threshold)
             slots = blocks.anchors[:, None] + torch.arange(1, k + 1, device=tokens.device)
-            # Behind the reply there is nothing to agree with: -1 is no token.
-            wanted = torch.where(slots <= last, tokens[slots.clamp(max=last)], -1)
-            accepted = accepted_prefix(drafted, wanted).tolist()
-        rounds[k] = walk_rounds(accepted, first, last, k)
+            # Behind the reply there is nothing to agree with: -2 is no token, and not what stands for no proposal.
+            wanted = torch.where(slots <= last, tokens[slots.clamp(max=last)], -2)
+            accepted, proposed = accepted_prefix(drafted, wanted).tolist(), lengths.tolist()
+        rounds[k] = walk_rounds(accepted, proposed, first, last)
     return rounds

@@ -1,9 +1,9 @@
 """Head and loss in chunks of blocks, so that [slots, vocabulary] logits never exist whole.
 
-The head is frozen: all that is needed back is the gradient of the hidden states. It is computed in the forward pass,
-chunk by chunk, while the chunk's logits are at hand: two products with the head in place of the three of
-recomputation, and memory that grows with the chunk. Blocks are never cut, since a slot's weight may depend on its
-whole block.
+The verifier's head is frozen: all that is needed back is the gradient of the hidden states (and of a sequential
+head's correction). It is computed in the forward pass, chunk by chunk, while the chunk's logits are at hand: two
+products with the head in place of the four of recomputation, and memory that grows with the chunk. Slots without a
+loss are not projected.
 """
 
 from __future__ import annotations
@@ -14,26 +14,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockdraft.losses.objective import BlockMetrics, Objective
-from blockdraft.ops.head import head_logits
+from blockdraft.losses.metrics import BlockMetrics
+from blockdraft.losses.objective import Objective
+from blockdraft.losses.pointwise import slot_losses
+from blockdraft.losses.targets import Distributions, SlotTargets
 
-# Float32 logits of a chunk, in bytes. Under glibc's largest mmap threshold (32 MiB) the allocator reuses its pages;
-# above it every temporary is mapped and faulted in anew, which doubled the time of the softmax on processors.
-CHUNK_BYTES = 24 * 2**20
-SMALLEST_CHUNK = 64  # slots; fewer would read the head's weights too often for the work done with them
+# Two sizes, both measured on processors. A product with the head reads all of the head, whatever the number of rows:
+# it needs some hundred rows to come near the processor's rate. A softmax passes over its rows several times: it wants
+# them in cache. So one buffer holds the logits of a chunk, and losses work their way through it in small steps.
+CHUNK_BYTES = 96 * 2**20
+CHUNK_SLOTS = (256, 512)  # at least and at most
+STEP_BYTES = 16 * 2**20  # float32 logits that a loss works on at a time
 
 
-def chunk_slots(vocab_size: int) -> int:
+def chunk_slots(vocab_size: int, itemsize: int) -> int:
     """Slots whose logits exist at once."""
-    return max(SMALLEST_CHUNK, CHUNK_BYTES // (4 * vocab_size))
+    least, most = CHUNK_SLOTS
+    return max(least, min(most, CHUNK_BYTES // (itemsize * vocab_size)))
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """A sequential head's bias on the logits: features_NKR times weight_VR transposed."""
+
+    features_NKR: Tensor
+    weight_VR: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class LossAndMetrics:
-    """`loss` is differentiable in the hidden states."""
+    """`loss` is differentiable in hidden states and correction.
+
+    `overlap_NK` is each slot's overlap of draft and verifier, 0 where there is no loss; a constant.
+    """
 
     loss: Tensor
     metrics: BlockMetrics
+    overlap_NK: Tensor
 
 
 class _ChunkedHeadLoss(torch.autograd.Function):
@@ -41,63 +58,133 @@ class _ChunkedHeadLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden_NKD: Tensor,
+        features_NKR: Tensor | None,
+        weight_VR: Tensor | None,
         head_VD: Tensor,
-        targets_NK: Tensor,
-        mask_NK: Tensor,
+        targets: SlotTargets,
         objective: Objective,
-        chunk_blocks: int,
-    ) -> tuple[Tensor, Tensor]:
-        scale = 1 / mask_NK.sum().clamp_min(1)
-        total = torch.zeros((), device=hidden_NKD.device)
-        gradient = torch.empty_like(hidden_NKD)
-        predicted = torch.empty_like(targets_NK)
-        for first in range(0, len(hidden_NKD), chunk_blocks):
-            part = slice(first, first + chunk_blocks)
-            logits = head_logits(hidden_NKD[part], head_VD)
-            slots = objective.slot_losses_and_gradient(logits, targets_NK[part], mask_NK[part], scale)
-            predicted[part] = slots.predicted
-            total += slots.losses.sum()
-            gradient[part] = torch.matmul(slots.gradient.to(head_VD.dtype), head_VD)
-        ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(predicted)
-        return total, predicted
+        with_overlap: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        learnable = targets.learnable_NK
+        exact = torch.float64 if hidden_NKD.dtype == torch.float64 else torch.float32
+        grad_hidden = torch.zeros_like(hidden_NKD)
+        grad_features = None if features_NKR is None else torch.zeros_like(features_NKR)
+        grad_weight = None if weight_VR is None else torch.zeros_like(weight_VR, dtype=exact)
+        counts = learnable.sum(dim=1)
+        chunks = _runs(counts, chunk_slots(len(head_VD), head_VD.element_size()))
+        room = max((int(counts[part].sum()) for part in chunks), default=0)
+        buffer = head_VD.new_empty(room, len(head_VD))
+        run = _Run(targets, objective, with_overlap, exact)
+        for part in chunks:
+            live = learnable[part]
+            logits = torch.mm(hidden_NKD[part][live], head_VD.T, out=buffer[: int(counts[part].sum())])
+            features = None
+            if features_NKR is not None and weight_VR is not None:
+                features = features_NKR[part][live]
+                logits.addmm_(features, weight_VR.T)
+            run.logits_to_gradients(part, logits)
+            grad_hidden[part][live] = torch.mm(logits, head_VD)
+            if features is not None and grad_features is not None and grad_weight is not None:
+                grad_features[part][live] = torch.mm(logits, weight_VR)  # type: ignore[arg-type]
+                grad_weight += torch.mm(logits.T, features)
+        ctx.grads = (grad_hidden, grad_features, grad_weight)
+        ctx.weight_dtype = None if weight_VR is None else weight_VR.dtype
+        ctx.mark_non_differentiable(run.predicted, run.overlap)
+        return run.total, run.predicted, run.overlap
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * grads[0].to(gradient.dtype), None, None, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, features, weight = (None if grad is None else grad * grads[0].to(grad.dtype) for grad in ctx.grads)
+        weight = None if weight is None else weight.to(ctx.weight_dtype)
+        return hidden, features, weight, None, None, None, None
+
+
+class _Run:
+    """One pass over all chunks: what it adds up, and how logits turn into gradients."""
+
+    def __init__(self, targets: SlotTargets, objective: Objective, with_overlap: bool, exact: torch.dtype) -> None:
+        self.targets, self.objective, self.with_overlap, self.exact = targets, objective, with_overlap, exact
+        ids = targets.ids_NK
+        self.scale = targets.scale()
+        self.total = torch.zeros((), device=ids.device, dtype=exact)
+        self.predicted = torch.full_like(ids, -1)
+        self.overlap = torch.zeros(ids.shape, device=ids.device, dtype=exact)
+
+    def logits_to_gradients(self, part: slice, logits_RV: Tensor) -> None:
+        """Losses of a chunk's learnable slots; their logits are overwritten by the gradient of the total."""
+        targets = self.targets
+        raw, where = None, None
+        if self.objective.needs_teacher:
+            assert targets.teacher is not None
+            positions = targets.teacher.positions_NK[part][targets.learnable_NK[part]]
+            # Neighbouring blocks predict the same positions: each is projected once.
+            unique, where = positions.unique(return_inverse=True)
+            raw = targets.teacher.raw_logits(unique)
+        counts = targets.learnable_NK[part].sum(dim=1)
+        row = 0
+        for inner in _runs(counts, max(1, STEP_BYTES // (4 * logits_RV.shape[1]))):
+            size = int(counts[inner].sum())
+            rows = slice(row, row + size)
+            blocks = slice(part.start + inner.start, part.start + inner.stop)
+            verifier = None
+            if targets.teacher is not None and raw is not None and where is not None:
+                needed, again = where[rows].unique(return_inverse=True)
+                verifier = targets.teacher.distributions(raw[needed])[again]
+            logits_RV[rows] = self._gradient(blocks, logits_RV[rows].to(self.exact), verifier)
+            row += size
+
+    def _gradient(self, blocks: slice, logits: Tensor, verifier: Distributions | None) -> Tensor:
+        live = self.targets.learnable_NK[blocks]
+        slots = slot_losses(
+            self.objective.terms, logits, self.targets.ids_NK[blocks][live], verifier, self.with_overlap
+        )
+        confidence = torch.zeros(live.shape, device=live.device, dtype=self.exact)
+        confidence[live] = slots.log_target.exp()
+        weights = self.objective.weights(confidence, self.targets[blocks])[live] * self.scale
+        self.total += (weights * slots.values).sum()
+        self.predicted[blocks][live] = slots.predicted
+        if slots.overlap is not None:
+            self.overlap[blocks][live] = slots.overlap
+        return slots.gradient.mul_(weights[:, None])
+
+
+def _runs(counts_N: Tensor, most: int) -> list[slice]:
+    """Runs of blocks with at most `most` slots in all (or a single block); empty runs are left out.
+
+    Blocks are never cut, since a slot's weight may depend on its whole block.
+    """
+    runs: list[slice] = []
+    first, slots = 0, 0
+    for index, count in enumerate(counts_N.tolist()):
+        if slots and slots + count > most:
+            runs.append(slice(first, index))
+            first, slots = index, 0
+        slots += count
+    if slots:
+        runs.append(slice(first, len(counts_N)))
+    return runs
 
 
 def chunked_head_loss(
     hidden_NKD: Tensor,
     head_VD: Tensor,
-    targets_NK: Tensor,
-    mask_NK: Tensor,
+    targets: SlotTargets,
     objective: Objective,
+    correction: Correction | None = None,
+    with_overlap: bool = True,
 ) -> LossAndMetrics:
     """Loss of predicted slots through a frozen head.
 
     Args:
         hidden_NKD: hidden states of the predicted slots, after the draft's final norm.
-        head_VD: the verifier's output head; the product runs in its dtype.
-        targets_NK: the verifier's own token for every slot; anything where the mask is False.
-        mask_NK: supervised slots.
+        head_VD: the verifier's output head (its rows for the draft's vocabulary); the product runs in its dtype.
+        with_overlap: whether the overlap of draft and verifier is wanted where no loss needs it.
     """
-    # A block without supervision is not projected at all.
-    live = mask_NK.any(dim=1)
-    if not bool(live.all()):
-        hidden_NKD, targets_NK, mask_NK = hidden_NKD[live], targets_NK[live], mask_NK[live]
-    chunk_blocks = max(1, chunk_slots(len(head_VD)) // max(1, targets_NK.shape[1]))
-    hidden_NKD = hidden_NKD.to(head_VD.dtype)
-    loss, predicted = _ChunkedHeadLoss.apply(hidden_NKD, head_VD, targets_NK, mask_NK, objective, chunk_blocks)
-    return LossAndMetrics(loss, BlockMetrics.of(predicted, targets_NK, mask_NK))
-
-
-def plain_head_loss(
-    hidden_NKD: Tensor, head_VD: Tensor, targets_NK: Tensor, mask_NK: Tensor, objective: Objective
-) -> LossAndMetrics:
-    """`chunked_head_loss` by whole logits and autograd; the twin for tests."""
-    logits = head_logits(hidden_NKD, head_VD)
-    losses = objective.slot_losses(logits, targets_NK, mask_NK)
-    metrics = BlockMetrics.of(logits.argmax(dim=-1), targets_NK, mask_NK)
-    return LossAndMetrics(losses.sum() / mask_NK.sum().clamp_min(1), metrics)
+    features = weight = None
+    if correction is not None:
+        features, weight = correction.features_NKR.to(head_VD.dtype), correction.weight_VR.to(head_VD.dtype)
+    with torch.autocast(hidden_NKD.device.type, enabled=False):
+        loss, predicted, overlap = _ChunkedHeadLoss.apply(
+            hidden_NKD.to(head_VD.dtype), features, weight, head_VD, targets, objective, with_overlap
+        )
+    return LossAndMetrics(loss, BlockMetrics.of(predicted, targets), overlap)

@@ -1,4 +1,4 @@
-"""The training objective of a chunk of blocks.
+"""The training objective: which losses, how slots are weighted, and the confidence term.
 
 One normalisation for every objective: the weighted sum of slot losses divided by the number of supervised slots of
 the whole step (not by the sum of weights, and not per chunk).
@@ -6,96 +6,105 @@ the whole step (not by the sum of weights, and not per chunk).
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from dataclasses import dataclass
+from types import MappingProxyType
 
-import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import binary_cross_entropy_with_logits
 
-from blockdraft.losses.weights import dpace, fixed_exp_decay
+from blockdraft.errors import InputError
+from blockdraft.losses.pointwise import LOSSES
+from blockdraft.losses.targets import SlotTargets
+from blockdraft.losses.weights import dpace, exp_decay, progressive_gamma
+
+WEIGHTINGS = ("dpace", "fixed-exp-decay", "progressive-decay")
+SPELLINGS = MappingProxyType({"kl_div": "kl", "reverse_kl": "rkl"})  # as others call them
+
+
+def parse_loss(text: str) -> dict[str, float]:
+    """A loss's name, or a JSON object of names and weights such as {"ce": 0.1, "tv": 0.9}.
+
+    Raises:
+        InputError: another shape, an unknown name or a weight that is not above 0.
+    """
+    raw: object = {text: 1.0}
+    if text.lstrip().startswith("{"):
+        try:
+            raw = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise InputError("--loss-fn", text, f"not valid JSON ({error.msg})") from None
+    assert isinstance(raw, dict)
+    terms: dict[str, float] = {}
+    for name, weight in raw.items():
+        known = SPELLINGS.get(name, name)
+        if known not in LOSSES:
+            raise InputError("--loss-fn", name, f"known losses are {', '.join(LOSSES)}")
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or weight <= 0:
+            raise InputError("--loss-fn", f"{name}: {weight}", "a weight must be a number above 0")
+        terms[known] = float(weight)
+    if not terms:
+        raise InputError("--loss-fn", text, f"name at least one of {', '.join(LOSSES)}")
+    return terms
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """Cross entropy against the verifier's own next token, weighted by slot."""
-
-    weighting: str  # "dpace" or "fixed-exp-decay"
-    dpace_alpha: float
-    decay_gamma: float
-
-    def slot_losses(self, logits_NKV: Tensor, targets_NK: Tensor, mask_NK: Tensor) -> Tensor:
-        """Weighted loss of every slot, float32 [N, K]; zero where the mask is. Differentiable."""
-        flat = cross_entropy(logits_NKV.float().flatten(0, 1), targets_NK.flatten(), reduction="none")
-        losses = torch.where(mask_NK, flat.view_as(targets_NK), 0.0)
-        return self._weights(losses, mask_NK) * losses
-
-    @torch.no_grad()
-    def slot_losses_and_gradient(
-        self, logits_NKV: Tensor, targets_NK: Tensor, mask_NK: Tensor, scale: Tensor
-    ) -> SlotLosses:
-        """`slot_losses` times `scale`, and the gradient of their sum by the logits: scale * w_k (softmax - onehot).
-
-        Autograd would keep three more copies of the logits; here one float32 buffer is turned in place from logits
-        into log-probabilities into the gradient.
-        """
-        buffer = logits_NKV.float().log_softmax(dim=-1)
-        at_target = buffer.gather(2, targets_NK[..., None])
-        losses = torch.where(mask_NK, -at_target[..., 0], 0.0)
-        predicted = buffer.argmax(dim=-1)
-        weights = self._weights(losses, mask_NK) * scale
-        gradient = buffer.exp_().mul_(weights[..., None])
-        gradient.scatter_add_(2, targets_NK[..., None], -weights[..., None])
-        return SlotLosses(weights * losses, gradient, predicted)
-
-    def _weights(self, losses_NK: Tensor, mask_NK: Tensor) -> Tensor:
-        if self.weighting == "dpace":
-            return dpace(losses_NK, mask_NK, self.dpace_alpha)
-        return fixed_exp_decay(mask_NK, self.decay_gamma)
-
-
-@dataclass(frozen=True, slots=True)
-class SlotLosses:
-    """Weighted losses [N, K], their sum's gradient by the logits [N, K, V], and the likeliest tokens [N, K]."""
-
-    losses: Tensor
-    gradient: Tensor
-    predicted: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class BlockMetrics:
-    """Counts over the supervised slots of a step; all figures are derived from them.
+    """What a step minimises.
 
     Attributes:
-        slots: supervised slots by position in the block, int64 [K].
-        correct: slots whose likeliest token is the target, int64 [K].
-        accepted: sum over blocks of the leading run of correct slots.
-        blocks: blocks with at least one supervised slot.
+        terms: losses and their weights.
+        weighting: one of WEIGHTINGS.
+        confidence_alpha: weight of the confidence head's term.
+        progress: share of training done, for weights that change with it.
     """
 
-    slots: Tensor
-    correct: Tensor
-    accepted: Tensor
-    blocks: Tensor
+    terms: dict[str, float]
+    weighting: str
+    dpace_alpha: float = 0.5
+    decay_gamma: float = 4.0
+    decay_gamma_end: float = 4.0
+    confidence_alpha: float = 1.0
+    progress: float = 0.0
 
-    @classmethod
-    def of(cls, predicted_NK: Tensor, targets_NK: Tensor, mask_NK: Tensor) -> BlockMetrics:
-        correct = (predicted_NK == targets_NK) & mask_NK
-        return cls(mask_NK.sum(0), correct.sum(0), correct.long().cumprod(1).sum(), mask_NK.any(1).sum())
+    def __post_init__(self) -> None:
+        if self.weighting == "dpace" and set(self.terms) != {"ce"}:
+            raise InputError(
+                "--per-position-loss-weight", "dpace", "is defined for --loss-fn ce alone; take fixed-exp-decay"
+            )
 
-    def __add__(self, other: BlockMetrics) -> BlockMetrics:
-        return BlockMetrics(
-            self.slots + other.slots,
-            self.correct + other.correct,
-            self.accepted + other.accepted,
-            self.blocks + other.blocks,
-        )
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the verifier's distributions are needed, and not only its tokens."""
+        return set(self.terms) != {"ce"}
 
-    def figures(self) -> dict[str, float]:
-        """accuracy over all slots and by position, and the mean run of right slots plus the bonus token."""
-        accuracy = (self.correct / self.slots.clamp_min(1)).tolist()
-        return {
-            "accuracy": float(self.correct.sum() / self.slots.sum().clamp_min(1)),
-            "block_length": 1 + float(self.accepted / self.blocks.clamp_min(1)),
-            **{f"accuracy_position_{k}": value for k, value in enumerate(accuracy, start=1)},
-        }
+    def at(self, progress: float) -> Objective:
+        """The objective when this share of the training is done."""
+        return dataclasses.replace(self, progress=progress)
+
+    @property
+    def gamma(self) -> float:
+        if self.weighting == "progressive-decay":
+            return progressive_gamma(self.decay_gamma, self.decay_gamma_end, self.progress)
+        return self.decay_gamma
+
+    def weights(self, confidence_NK: Tensor, targets: SlotTargets) -> Tensor:
+        """Weight of every slot, float32 [N, K]; zero where there is nothing to learn.
+
+        Args:
+            confidence_NK: the draft's probability of the verifier's token; 0 where it cannot say it.
+        """
+        if self.weighting == "dpace":
+            return dpace(confidence_NK, targets.mask_NK, self.dpace_alpha) * targets.learnable_NK
+        return exp_decay(targets.learnable_NK, self.gamma)
+
+    def confidence_loss(self, logits_NK: Tensor, overlap_NK: Tensor, targets: SlotTargets) -> Tensor:
+        """Binary cross entropy of the confidence head towards the overlap of draft and verifier (DSpark), a scalar.
+
+        The overlap is a constant here. Weights fall with the fixed gamma even under D-PACE, whose weights would be
+        made of the confidence itself.
+        """
+        losses = binary_cross_entropy_with_logits(logits_NK.float(), overlap_NK.detach().float(), reduction="none")
+        weights = exp_decay(targets.mask_NK, self.gamma)
+        return self.confidence_alpha * (weights * losses).sum() * targets.scale()

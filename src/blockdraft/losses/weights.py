@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 
-def fixed_exp_decay(mask_NK: Tensor, gamma: float) -> Tensor:
-    """w_k = exp(-(k - 1) / gamma) for predicted slots k = 1..K, zero where the mask is, [N, K].
+def exp_decay(mask_NK: Tensor, gamma: float) -> Tensor:
+    """w_i = exp(-i / gamma) for the i-th predicted slot, i = 0..K-1, zero where the mask is, [N, K].
 
     DFlash, appendix A.1: late slots only matter when all earlier ones are right.
     """
@@ -15,14 +15,21 @@ def fixed_exp_decay(mask_NK: Tensor, gamma: float) -> Tensor:
     return torch.exp(-slots / gamma) * mask_NK
 
 
-def dpace(cross_entropy_NK: Tensor, mask_NK: Tensor, alpha: float) -> Tensor:
+def progressive_gamma(start: float, end: float, progress: float) -> float:
+    """DFlare's schedule: gamma grows linearly over training, so that late slots come to count more."""
+    return start + (end - start) * progress
+
+
+def dpace(confidence_NK: Tensor, mask_NK: Tensor, alpha: float) -> Tensor:
     """Weights by the draft's own confidence along the block (D-PACE), [N, K].
 
-    With q_k = exp(-CE_k) and s_k = (1 - alpha) q_k + alpha, the chance of getting as far as slot k is
+    With the target's probability q_k and s_k = (1 - alpha) q_k + alpha, the chance of getting as far as slot k is
     C_k = prod_{i <= k} s_i, and a slot is worth what hangs on it: w_k = sum_{m >= k} C_m. Masked slots pass the
-    product on unchanged and earn nothing. Defined for cross entropy only, since q is the target's probability.
+    product on unchanged and earn nothing. Defined for cross entropy only.
+
+    Args:
+        confidence_NK: probability of the verifier's token, 0 where the draft cannot say it.
     """
-    mask = mask_NK.float()
-    confidence = torch.exp(-cross_entropy_NK.detach().float())
-    survival = torch.where(mask_NK.bool(), (1 - alpha) * confidence + alpha, 1.0).cumprod(dim=1) * mask
-    return survival.flip(1).cumsum(1).flip(1) * mask
+    s = (1 - alpha) * confidence_NK.detach() + alpha
+    survival = torch.where(mask_NK, s, 1.0).cumprod(dim=1) * mask_NK
+    return survival.flip(1).cumsum(1).flip(1) * mask_NK

@@ -1,8 +1,9 @@
-"""BlockDraft: DFlash, DFlare and every mixture of their sockets in one class.
+"""BlockDraft: DFlash, DFlare, DSpark and every mixture of their sockets in one class.
 
 Chen et al., "DFlash: Block Diffusion for Flash Speculative Decoding": a block is the last verified token followed by
-mask tokens; one non-causal pass over the block, attending to fused hidden states of the verifier, proposes a token
-for every mask slot. Slot k sits at position anchor + k and predicts the token there; slot 0 predicts nothing.
+mask tokens; one pass over the block, attending to fused hidden states of the verifier, proposes a token for every
+mask slot. Slot k sits at position anchor + k and predicts the token there; slot 0 predicts nothing. With
+`sample_from_anchor` (DSpark) every slot predicts the token behind it instead, and slot 0 the first one.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from torch import Tensor, nn
 
 from blockdraft.models.config import DraftConfig
 from blockdraft.models.fusion import CONTEXT_FUSION
+from blockdraft.models.heads import ConfidenceHead, SequentialHead
 from blockdraft.models.layers import DraftLayer
 from blockdraft.models.norm import RMSNorm
 from blockdraft.models.positions import RotaryPositions
+from blockdraft.models.vocabulary import DraftVocabulary
 from blockdraft.ops.anchors import Blocks
-from blockdraft.ops.attention import block_attention, cached_attention
+from blockdraft.ops.attention import BlockAttention, cached_attention, training_attention
 from blockdraft.ops.head import head_logits
 from blockdraft.ops.masks import slot_mask
 from blockdraft.ops.ragged_kv import RaggedKV
@@ -29,8 +32,12 @@ from blockdraft.ops.ragged_kv import RaggedKV
 class BlockDraft(nn.Module):
     """A draft model. Embedding table and output head are the verifier's own and are lent by `borrow`.
 
-    Trainable: fusion, layers and the final norm. `forward` is for training, `extend_context` and `block_hidden` are
-    for decoding; both run the same layers.
+    Trainable: fusion, layers, the final norm and DSpark's heads. `forward` is for training, `extend_context` and
+    `block_hidden` are for decoding; both run the same layers.
+
+    Attributes:
+        sequential, confidence, vocabulary: None where the config has no such part.
+        head_VE: rows of the output head for the tokens that the draft can propose, [Vd, E].
     """
 
     def __init__(self, config: DraftConfig) -> None:
@@ -40,11 +47,20 @@ class BlockDraft(nn.Module):
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.positions = RotaryPositions(config)
+        self.sequential = SequentialHead(config) if config.sequential_head != "none" else None
+        self.confidence = ConfidenceHead(config) if config.confidence_head != "none" else None
+        self.vocabulary = DraftVocabulary(config) if config.reduced else None
         self.embedding_VE: Tensor | None = None
         self.head_VE: Tensor | None = None
 
     def borrow(self, embedding_VE: Tensor, head_VE: Tensor) -> None:
-        """Share the verifier's frozen embedding table and output head; nothing is copied and nothing trained."""
+        """Share the verifier's frozen embedding table and output head; nothing is trained.
+
+        Nothing is copied either, but the rows of a reduced vocabulary, whose map must be there by now.
+        """
+        if self.vocabulary is not None:
+            assert self.vocabulary.consistent, "fill the vocabulary map first"
+            head_VE = head_VE[self.vocabulary.ids]
         # Set past nn.Module, which would otherwise make a parameter of them, to be saved and moved with the draft.
         object.__setattr__(self, "embedding_VE", embedding_VE.detach())
         object.__setattr__(self, "head_VE", head_VE.detach())
@@ -59,7 +75,9 @@ class BlockDraft(nn.Module):
         """
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
-            if parameter.ndim == 2 and name != "fusion.layer_fusion_weights":
+            if name.endswith(".bias"):
+                parameter.zero_()
+            elif parameter.ndim == 2 and name != "fusion.layer_fusion_weights":
                 into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
                 std = 0.02 / math.sqrt(2 * self.config.num_layers) if into_residual else 0.02
                 parameter.copy_(torch.empty_like(parameter, device="cpu").normal_(0, std, generator=generator))
@@ -72,10 +90,29 @@ class BlockDraft(nn.Module):
         assert self.embedding_VE is not None, "borrow() the verifier's tables first"
         return self.embedding_VE[ids].to(self.norm.weight.dtype) * self.config.embedding_scale
 
+    def predicted(self, hidden_NBD: Tensor) -> Tensor:
+        """Hidden states of the slots that propose a token, [N, K, D]: proposal i is for position anchor + i + 1."""
+        return hidden_NBD[:, self.config.first_predicted :]
+
+    def slots_for(self, num_proposed: int) -> int:
+        """Slots that a block needs to propose so many tokens."""
+        return num_proposed + self.config.first_predicted
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 logits [..., V] of hidden states that have gone through the final norm."""
+        """float32 logits [..., Vd] of hidden states after the final norm, before any sequential correction."""
         assert self.head_VE is not None, "borrow() the verifier's tables first"
         return head_logits(hidden, self.head_VE).float()
+
+    def to_verifier_ids(self, draft_ids: Tensor) -> Tensor:
+        """The verifier's ids of tokens chosen from the draft's logits."""
+        return draft_ids if self.vocabulary is None else self.vocabulary.to_verifier(draft_ids)
+
+    def confidence_logits(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
+        """float32 logits [...] of acceptance, given the verifier ids before the slots; None without such a head."""
+        if self.confidence is None:
+            return None
+        embedded = None if self.sequential is None else self.sequential.embed(previous, hidden.dtype)
+        return self.confidence(hidden, embedded)
 
     def _block_ids(self, anchor_ids: Tensor, block_size: int) -> Tensor:
         """[anchor, mask, mask, ...] for every anchor id, [..., B]."""
@@ -110,19 +147,19 @@ class BlockDraft(nn.Module):
         context_kv = self._context_kv(taps_TLE, positions_T, length)
         x = self.embed(self._block_ids(tokens_T[blocks.anchors], block_size))
         cos, sin = self.positions(positions_T[blocks.anchors][:, None] + slots, length)
-        for layer, (key, value), window, causal in zip(
-            self.layers, context_kv, self.config.windows, self.config.causal, strict=True
-        ):
-            attend = functools.partial(
-                block_attention,
-                context_key_TKH=key,
-                context_value_TKH=value,
-                blocks=blocks,
-                window=window,
-                causal=causal,
-            )
+        attentions: dict[tuple[int | None, bool], BlockAttention] = {}
+        kinds = zip(self.config.windows, self.config.causal, strict=True)
+        for layer, (key, value), kind in zip(self.layers, context_kv, kinds, strict=True):
+            if kind not in attentions:
+                attentions[kind] = training_attention(blocks, len(tokens_T), block_size, *kind)
+            attend = functools.partial(attentions[kind], context_key_TKH=key, context_value_TKH=value)
             x = layer(x, cos, sin, attend)
         return self.norm(x)
+
+    def compile_layers(self) -> None:
+        """Let torch.compile fuse the feed-forward layers, half of a draft's work; names of parameters stay."""
+        for layer in self.layers:
+            cast(DraftLayer, layer).mlp.compile(dynamic=True)
 
     def cache(self, num_rows: int) -> RaggedKV:
         """An empty context cache for decoding."""

@@ -11,24 +11,47 @@ from blockdraft.errors import InputError
 
 CONTEXT_FUSIONS = ("projected", "layerwise")
 CONTEXT_KVS = ("shared", "separate")
+SEQUENTIAL_HEADS = ("none", "markov", "gated", "rnn")
+CONFIDENCE_HEADS = ("none", "linear")
 STANDARDISATIONS = ("none", "folded", "explicit")
 
 # The sockets that give a method its name; a draft is one class whatever they say.
-METHODS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "dflash": MappingProxyType({"context_fusion": "projected", "context_kv": "shared"}),
-        "dflare": MappingProxyType({"context_fusion": "layerwise", "context_kv": "separate"}),
+        "dflash": MappingProxyType(
+            {
+                "context_fusion": "projected",
+                "context_kv": "shared",
+                "sequential_head": "none",
+                "confidence_head": "none",
+                "confidence_with_previous": False,
+                "sample_from_anchor": False,
+            }
+        ),
+        "dflare": MappingProxyType(
+            {
+                "context_fusion": "layerwise",
+                "context_kv": "separate",
+                "sequential_head": "none",
+                "confidence_head": "none",
+                "confidence_with_previous": False,
+                "sample_from_anchor": False,
+            }
+        ),
+        "dspark": MappingProxyType(
+            {
+                "context_fusion": "projected",
+                "context_kv": "shared",
+                "sequential_head": "markov",
+                "confidence_head": "linear",
+                "confidence_with_previous": True,
+                "sample_from_anchor": True,
+            }
+        ),
     }
 )
 
-
 MIXTURE = "blockdraft"  # the method's name when the sockets are nobody's preset
-
-
-def method_of(context_fusion: str, context_kv: str) -> str:
-    """The literature's name for a combination of sockets, or MIXTURE."""
-    sockets = {"context_fusion": context_fusion, "context_kv": context_kv}
-    return next((name for name, preset in METHODS.items() if dict(preset) == sockets), MIXTURE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,10 +67,22 @@ class DraftConfig:
     rms_norm_eps: float
     vocab_size: int
     """Rows of the verifier's embedding and head."""
+    draft_vocab_size: int
+    """Tokens that the draft can propose; `vocab_size`, or less with a map."""
     tap_ids: tuple[int, ...]
     """Ascending; tap i is the residual stream after i verifier layers."""
     context_fusion: str
     context_kv: str
+    sequential_head: str
+    """Correction of each slot's logits by the token before it: none, markov, gated or rnn (DSpark)."""
+    markov_rank: int
+    """Width of the sequential head's token embedding; 0 without such a head."""
+    confidence_head: str
+    """Estimate of a slot's chance to be accepted: none or linear."""
+    confidence_with_previous: bool
+    """Whether the confidence head also sees the embedding of the token before the slot."""
+    sample_from_anchor: bool
+    """True: slot k proposes the token behind it, the anchor's slot too. False: mask slots fill themselves in."""
     standardise_taps: bool
     """Whether taps are standardised before fusion (calibrated once on the data)."""
     block_size: int
@@ -56,30 +91,104 @@ class DraftConfig:
     rope_parameters: dict[str, Any]
     max_position_embeddings: int
     windows: tuple[int | None, ...]
+    """By layer: context positions before the anchor that its slots see; None sees all."""
     causal: tuple[bool, ...]
+    """By layer: whether a slot sees only the slots up to itself."""
 
     def __post_init__(self) -> None:
-        if self.context_fusion not in CONTEXT_FUSIONS:
-            raise InputError("--context-fusion", self.context_fusion, f"choose one of {', '.join(CONTEXT_FUSIONS)}")
-        if self.context_kv not in CONTEXT_KVS:
-            raise InputError("--context-kv", self.context_kv, f"choose one of {', '.join(CONTEXT_KVS)}")
-        if self.block_size < 2:
-            raise InputError("--block-size", self.block_size, "a block has an anchor and at least one slot: 2 or more")
-        if self.num_layers < 1:
-            raise InputError("--num-layers", self.num_layers, "must be 1 or more")
-        if self.num_heads % self.num_kv_heads:
-            raise InputError("num_kv_heads", self.num_kv_heads, f"must divide the {self.num_heads} query heads")
-        if self.head_dim % 2:
-            raise InputError("head_dim", self.head_dim, "must be even, since rotary embedding turns pairs")
-        if list(self.tap_ids) != sorted(set(self.tap_ids)) or not self.tap_ids:
-            raise InputError("--target-layer-ids", list(self.tap_ids), "must be ascending and without repetition")
-        for name in ("windows", "causal"):
-            if len(getattr(self, name)) != self.num_layers:
-                raise InputError(name, getattr(self, name), f"needs one entry for each of {self.num_layers} layers")
-        if not 0 <= self.mask_token_id < self.vocab_size:
-            raise InputError("--mask-token-id", self.mask_token_id, f"must be in 0..{self.vocab_size - 1}")
+        for field, choices in (
+            ("context_fusion", CONTEXT_FUSIONS),
+            ("context_kv", CONTEXT_KVS),
+            ("sequential_head", SEQUENTIAL_HEADS),
+            ("confidence_head", CONFIDENCE_HEADS),
+        ):
+            _require(
+                getattr(self, field) in choices, field, getattr(self, field), f"choose one of {', '.join(choices)}"
+            )
+        _require(self.block_size >= 2, "block_size", self.block_size, "must be 2 or more: an anchor and a slot")
+        _require(self.num_layers >= 1, "num_layers", self.num_layers, "must be 1 or more")
+        _require(
+            self.num_heads % self.num_kv_heads == 0,
+            "num_key_value_heads",
+            self.num_kv_heads,
+            f"must divide the {self.num_heads} query heads",
+        )
+        _require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "must be even, since rotary embedding turns pairs")
+        self._check_taps_and_tokens()
+        self._check_heads()
+        for field in ("windows", "causal"):
+            entries = getattr(self, field)
+            _require(len(entries) == self.num_layers, field, entries, f"needs one entry a layer, {self.num_layers}")
+        for window in self.windows:
+            _require(window is None or window >= 1, "sliding_window", window, "must be 1 or more")
+
+    def _check_taps_and_tokens(self) -> None:
+        taps = list(self.tap_ids)
+        _require(
+            bool(taps) and taps == sorted(set(taps)), "target_layer_ids", taps, "must be ascending, without repetition"
+        )
+        _require(
+            0 <= self.mask_token_id < self.vocab_size,
+            "mask_token_id",
+            self.mask_token_id,
+            f"must be in 0..{self.vocab_size - 1}",
+        )
+        _require(
+            1 <= self.draft_vocab_size <= self.vocab_size,
+            "draft_vocab_size",
+            self.draft_vocab_size,
+            f"must be in 1..{self.vocab_size}, the verifier's vocabulary",
+        )
+
+    def _check_heads(self) -> None:
+        if self.sequential_head == "none":
+            _require(self.markov_rank == 0, "markov_rank", self.markov_rank, "must be 0 without a sequential head")
+            _require(
+                not self.confidence_with_previous,
+                "confidence_with_previous",
+                True,
+                "needs a sequential head, whose token embedding it reads",
+            )
+        else:
+            _require(self.markov_rank >= 1, "markov_rank", self.markov_rank, "must be 1 or more")
+        if self.confidence_head == "none":
+            _require(not self.confidence_with_previous, "confidence_with_previous", True, "needs a confidence head")
 
     @property
     def num_proposed(self) -> int:
         """Tokens that a block of the trained size proposes."""
-        return self.block_size - 1
+        return self.block_size - self.first_predicted
+
+    @property
+    def first_predicted(self) -> int:
+        """The first slot that proposes a token."""
+        return 0 if self.sample_from_anchor else 1
+
+    @property
+    def reduced(self) -> bool:
+        """Whether the draft can propose only part of the verifier's vocabulary."""
+        return self.draft_vocab_size < self.vocab_size
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all layers share causality, and all sliding ones their window: what the shared format can state."""
+        return len(set(self.causal)) == 1 and len({window for window in self.windows if window is not None}) <= 1
+
+    @property
+    def method(self) -> str:
+        """The literature's name for these sockets, or MIXTURE.
+
+        Projected fusion with shared keys is DSpark as soon as it has a head of its own or samples from the anchor.
+        """
+        fused = (self.context_fusion, self.context_kv)
+        extended = self.sequential_head != "none" or self.confidence_head != "none" or self.sample_from_anchor
+        if not self.uniform:
+            return MIXTURE
+        if fused == ("projected", "shared"):
+            return "dspark" if extended else "dflash"
+        return "dflare" if fused == ("layerwise", "separate") and not extended else MIXTURE
+
+
+def _require(condition: bool, field: str, value: object, remedy: str) -> None:
+    if not condition:
+        raise InputError("--" + field.replace("_", "-"), value, remedy)

@@ -33,20 +33,28 @@ def accept_sampled(
     draft_probs_RWV: Tensor,
     verifier_probs_RXV: Tensor,
     generator: torch.Generator | None,
+    lengths_R: Tensor | None = None,
 ) -> Sampled:
     """Accept or reject drafted tokens so that what is emitted follows the verifier's distribution.
 
     Args:
         drafted_RW: K drafted ids a row, each drawn from its row of `draft_probs_RWV`.
         verifier_probs_RXV: the verifier's distributions at the K + 1 positions.
+        lengths_R: how many of its drafted ids each row proposes; None proposes all. The length may depend on the
+            ids before it, not on those behind: what is not proposed is as if it had never been drawn.
     """
     rows, num_drafted = drafted_RW.shape
     draft_p = draft_probs_RWV.gather(2, drafted_RW[..., None])[..., 0]
     verifier_p = verifier_probs_RXV[:, :num_drafted].gather(2, drafted_RW[..., None])[..., 0]
     draws = torch.rand(rows, num_drafted, generator=generator, device=drafted_RW.device, dtype=draft_p.dtype)
-    accepted = (draws * draft_p < verifier_p).long().cumprod(dim=1).sum(dim=1)
+    taken = draws * draft_p < verifier_p
+    if lengths_R is not None:
+        unproposed = torch.arange(num_drafted, device=drafted_RW.device) >= lengths_R[:, None]
+        taken = taken & ~unproposed
+        draft_probs_RWV = draft_probs_RWV.masked_fill(unproposed[..., None], 0)
+    accepted = taken.long().cumprod(dim=1).sum(dim=1)
     at_stop = verifier_probs_RXV[torch.arange(rows), accepted]
-    # Behind a fully accepted block there is no draft distribution: the bonus comes from the verifier alone.
+    # Behind a fully accepted proposal there is no draft distribution: the bonus comes from the verifier alone.
     padded = torch.cat([draft_probs_RWV, torch.zeros_like(draft_probs_RWV[:, :1])], dim=1)
     residual = (at_stop - padded[torch.arange(rows), accepted]).clamp_min(0)
     # Where rounding leaves no residual, draft and verifier agree and either distribution is right.
@@ -70,11 +78,12 @@ class Round:
     accepted: int
 
 
-def walk_rounds(accepted_at: Sequence[int], first_anchor: int, last: int, num_proposed: int) -> list[Round]:
+def walk_rounds(accepted_at: Sequence[int], proposed_at: Sequence[int], first_anchor: int, last: int) -> list[Round]:
     """The rounds that decoding takes, given how many drafted tokens would be accepted at each anchor.
 
     Args:
         accepted_at: accepted tokens by anchor; entry i belongs to anchor `first_anchor + i`.
+        proposed_at: proposed tokens by anchor.
         first_anchor: index of the first token of the reply, which the prefill gives without a draft.
         last: index of the last token of the reply.
     """
@@ -82,7 +91,7 @@ def walk_rounds(accepted_at: Sequence[int], first_anchor: int, last: int, num_pr
     anchor = first_anchor
     while anchor < last:
         accepted = min(accepted_at[anchor - first_anchor], last - anchor)
-        rounds.append(Round(anchor, num_proposed, accepted))
+        rounds.append(Round(anchor, proposed_at[anchor - first_anchor], accepted))
         anchor += accepted + 1
     return rounds
 
@@ -99,7 +108,7 @@ class AcceptanceCounts:
 
     @classmethod
     def of(cls, rounds: Sequence[Round], num_proposed: int) -> AcceptanceCounts:
-        """Count rounds that each proposed `num_proposed` tokens."""
+        """Count rounds that each proposed up to `num_proposed` tokens."""
         return cls(
             rounds=len(rounds),
             proposed=sum(r.proposed for r in rounds),

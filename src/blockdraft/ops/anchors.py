@@ -25,6 +25,9 @@ class Blocks:
     def __len__(self) -> int:
         return len(self.anchors)
 
+    def __getitem__(self, part: slice) -> Blocks:
+        return Blocks(self.anchors[part], self.starts[part], self.ends[part])
+
 
 def document_bounds(lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Start and end of each document of a packed row, from the documents' lengths."""

@@ -12,7 +12,7 @@ from blockdraft.decoding.engine import DecodingEngine, Reply
 from blockdraft.decoding.identity import Difference, differences, tie_bound
 from blockdraft.decoding.one_pass import OnePass, one_pass_acceptance
 from blockdraft.ops.acceptance import AcceptanceCounts
-from blockdraft.pipeline.loading import Pair, encode_all, heldout_or_file, load_pair
+from blockdraft.pipeline.loading import Pair, encode_all, heldout_or_file, load_pair, require_confidence
 from blockdraft.progress import progress
 from blockdraft.records import Document
 from blockdraft.runtime import dtype_name, machine_description
@@ -30,11 +30,12 @@ def evaluate(settings: EvaluateSettings) -> dict[str, Any]:
     ks = settings.k or tuple(range(1, pair.contract.default_k + 1))
     for k in ks:
         pair.contract.require_k(k)
+    require_confidence(pair, settings.confidence_threshold)
     prompts = encode_all(pair.verifier, conversations)
     sampling = SamplingSettings(max_new_tokens=settings.max_new_tokens)
     with progress("plain decoding", len(prompts)) as advance:
         plain = DecodingEngine(pair.verifier, None, 0, sampling).generate(prompts, settings.batch_size, on_done=advance)
-    outcomes = one_pass(pair, plain, ks)
+    outcomes = one_pass(pair, plain, ks, settings.confidence_threshold)
     result: dict[str, Any] = {
         "checkpoint": str(settings.checkpoint),
         "verifier": pair.verifier.identity.name,
@@ -48,11 +49,14 @@ def evaluate(settings: EvaluateSettings) -> dict[str, Any]:
         "settings": resolved(settings),
     }
     if settings.decode:
-        result["decoding"] = {str(k): prove_by_decoding(pair, prompts, k, sampling, settings.batch_size) for k in ks}
+        threshold = settings.confidence_threshold
+        result["decoding"] = {
+            str(k): prove_by_decoding(pair, prompts, k, sampling, settings.batch_size, threshold=threshold) for k in ks
+        }
     return result
 
 
-def one_pass(pair: Pair, replies: Sequence[Reply], ks: Sequence[int]) -> list[OnePass]:
+def one_pass(pair: Pair, replies: Sequence[Reply], ks: Sequence[int], threshold: float = 0.0) -> list[OnePass]:
     """One-pass acceptance of replies, by prompt."""
     documents = [
         Document(str(reply.index), reply.prompt + reply.tokens, len(reply.prompt), reply.finish or "length")
@@ -62,7 +66,7 @@ def one_pass(pair: Pair, replies: Sequence[Reply], ks: Sequence[int]) -> list[On
     with progress("one-pass acceptance", len(documents)) as advance:
         for first in range(0, len(documents), ONE_PASS_GROUP):
             group = documents[first : first + ONE_PASS_GROUP]
-            outcomes += one_pass_acceptance(pair.verifier, pair.draft, group, ks)
+            outcomes += one_pass_acceptance(pair.verifier, pair.draft, group, ks, threshold)
             advance(len(group))
     return outcomes
 
@@ -90,16 +94,17 @@ def prove_by_decoding(
     sampling: SamplingSettings,
     batch_size: int,
     ks: Sequence[int] = (),
+    threshold: float = 0.0,
 ) -> dict[str, Any]:
     """Decode with and without the draft: speed, token identity, and whether the counts equal the one-pass ones.
 
     `ks` are further numbers of proposed tokens whose one-pass acceptance is wanted on the same replies.
     """
     plain_engine = DecodingEngine(pair.verifier, None, 0, sampling)
-    draft_engine = DecodingEngine(pair.verifier, pair.draft, k, sampling)
+    draft_engine = DecodingEngine(pair.verifier, pair.draft, k, sampling, threshold)
     with progress(f"decoding both ways, K={k}", len(prompts)) as advance:
         both = compare(plain_engine, draft_engine, prompts, batch_size, advance)
-    outcomes = one_pass(pair, both.plain, sorted({k, *ks}))
+    outcomes = one_pass(pair, both.plain, sorted({k, *ks}), threshold)
     same_rounds = sum(outcome.rounds[k] == reply.rounds for outcome, reply in zip(outcomes, both.drafted, strict=True))
     found = explained_differences(pair.verifier, both.plain, both.drafted)
     decoded = AcceptanceCounts.of([r for reply in both.drafted for r in reply.rounds], k)

@@ -10,7 +10,7 @@ from blockdraft.data.prompts import read_prompts
 from blockdraft.decoding.engine import DecodingEngine, Reply
 from blockdraft.errors import InputError
 from blockdraft.ops.acceptance import AcceptanceCounts
-from blockdraft.pipeline.loading import Pair, encode_all, load_pair
+from blockdraft.pipeline.loading import Pair, encode_all, load_pair, require_confidence
 from blockdraft.settings import GenerateSettings
 
 Show = Callable[[Pair, Reply], None]
@@ -31,8 +31,9 @@ def generate(settings: GenerateSettings, show: Show | None = None) -> dict[str, 
     k = pair.contract.default_k if settings.k is None else settings.k
     if k:
         pair.contract.require_k(k)
+    require_confidence(pair, settings.confidence_threshold)
     prompts = encode_all(pair.verifier, conversations)
-    engine = DecodingEngine(pair.verifier, pair.draft, k, settings)
+    engine = DecodingEngine(pair.verifier, pair.draft, k, settings, settings.confidence_threshold)
     start = time.perf_counter()
     replies = engine.generate(prompts, settings.batch_size, (lambda reply: show(pair, reply)) if show else None)
     seconds = time.perf_counter() - start

@@ -55,6 +55,12 @@ def load_pair(settings: CheckpointSettings) -> Pair:
     return Pair(verifier, draft, contract)
 
 
+def require_confidence(pair: Pair, threshold: float) -> None:
+    """Refuse a confidence threshold for a draft that estimates none."""
+    if threshold and pair.draft.confidence is None:
+        raise InputError("--confidence-threshold", threshold, "this draft has no confidence head; leave it out")
+
+
 def encode_all(verifier: Verifier, conversations: list[Conversation]) -> list[list[int]]:
     """Prompts as token ids, each with room for at least one token in the verifier's context."""
     prompts = [encode_prompt(verifier.tokenizer, conversation) for conversation in conversations]

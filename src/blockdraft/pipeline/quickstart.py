@@ -29,7 +29,7 @@ from blockdraft.records import Document, read_documents
 from blockdraft.runtime import dtype_name, limit_threads, machine_description, resolve_dtype
 from blockdraft.settings import CheckpointSettings, QuickstartSettings, SamplingSettings, TrainSettings, resolved
 from blockdraft.training.creation import free_control_tokens
-from blockdraft.training.trainer import LAST, Trainer
+from blockdraft.training.trainer import LAST, SUMMARY, Trainer
 from blockdraft.verifiers.causal import CausalVerifier
 from blockdraft.verifiers.loading import is_gguf, load_verifier, save_folder, source_digest
 
@@ -177,6 +177,7 @@ def _measure(run: _Run, checkpoint: Path, heldout: list) -> dict[str, Any]:
         "heldout_prompts": len(prompts),
         "checkpoint": str(checkpoint),
         "dtype": dtype_name(run.dtype),
+        "training": read_json(checkpoint.parent / SUMMARY, "--save-path"),
         "tokens_per_second": {"plain": speed["plain_tokens_per_second"], "draft": speed["draft_tokens_per_second"]},
         "float32": exact,
         "served_dtype": speed,

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from blockdraft.contract import CONTRACT_VERSION, TAP_CONVENTION, TAP_KIND, Contract
+from blockdraft.data.vocabulary import choose_vocabulary, coverage, token_counts
 from blockdraft.errors import InputError
+from blockdraft.losses.objective import Objective, parse_loss
 from blockdraft.models.block_draft import BlockDraft
-from blockdraft.models.config import METHODS, DraftConfig, method_of
+from blockdraft.models.config import METHODS, DraftConfig
+from blockdraft.models.vocabulary import map_hash
+from blockdraft.progress import say
 from blockdraft.records import Document
 from blockdraft.runtime import dtype_name
-from blockdraft.settings import DEFAULT_NUM_TAPS, TrainSettings
+from blockdraft.settings import DEFAULT_LOSS, DEFAULT_NUM_TAPS, DraftSettings, ObjectiveSettings, TrainSettings
 from blockdraft.training.states import InProcessStates
 from blockdraft.verifiers.base import Verifier
 
@@ -32,37 +38,117 @@ def spread_taps(num_layers: int, num_taps: int) -> tuple[int, ...]:
 def draft_config(settings: TrainSettings, verifier: Verifier, documents: Sequence[Document]) -> DraftConfig:
     """Resolve every open choice of `settings`, refusing what does not fit verifier or data."""
     num_layers = verifier.identity.num_layers
-    preset = METHODS[settings.speculator_type]
-    fusion = settings.context_fusion or preset["context_fusion"]
-    num_taps = settings.num_taps or DEFAULT_NUM_TAPS.get(fusion, 1)
+    sockets = resolve_sockets(settings)
+    num_taps = settings.num_taps or DEFAULT_NUM_TAPS.get(sockets["context_fusion"], 1)
     taps = settings.target_layer_ids or spread_taps(num_layers, num_taps)
     for tap in taps:
         if not 0 <= tap <= num_layers:
             raise InputError("--target-layer-ids", tap, f"must be in 0..{num_layers} (0 is the embeddings)")
-    shape = verifier.layer_shape()
     # A verifier may rotate part of a head; a draft rotates all of it, and must say so to whoever serves it.
     rope = {key: value for key, value in verifier.rope_parameters().items() if key != "partial_rotary_factor"}
+    windows, causal = layer_kinds(settings)
+    vocab_size = verifier.identity.vocab_size
     return DraftConfig(
         hidden_size=verifier.identity.hidden_size,
         num_layers=settings.num_layers,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        intermediate_size=shape.intermediate_size,
-        rms_norm_eps=shape.rms_norm_eps,
-        vocab_size=verifier.identity.vocab_size,
+        **_widths(settings, verifier),
+        rms_norm_eps=verifier.layer_shape().rms_norm_eps,
+        vocab_size=vocab_size,
+        draft_vocab_size=vocab_size if settings.draft_vocab_size is None else settings.draft_vocab_size,
         tap_ids=tuple(taps),
-        context_fusion=fusion,
-        context_kv=settings.context_kv or preset["context_kv"],
+        **sockets,
+        markov_rank=0 if sockets["sequential_head"] == "none" else settings.markov_rank,
         standardise_taps=settings.standardise_taps,
         block_size=settings.block_size,
         mask_token_id=resolve_mask_token(settings.mask_token_id, verifier, documents),
         embedding_scale=1.0,
         rope_parameters=rope,
         max_position_embeddings=verifier.context_length,
-        windows=(None,) * settings.num_layers,
-        causal=(False,) * settings.num_layers,
+        windows=windows,
+        causal=causal,
     )
+
+
+def resolve_sockets(settings: DraftSettings) -> dict[str, Any]:
+    """The type's preset with every socket that was named replaced.
+
+    The preset's wish that the confidence head sees the token before a slot falls away with either head.
+    """
+    preset = METHODS[settings.speculator_type]
+    given = {name: getattr(settings, name) for name in preset}
+    sockets = {name: preset[name] if value is None else value for name, value in given.items()}
+    if given["confidence_with_previous"] is None and "none" in (sockets["sequential_head"], sockets["confidence_head"]):
+        sockets["confidence_with_previous"] = False
+    return sockets
+
+
+def layer_kinds(settings: DraftSettings) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
+    """Window and in-block causality of every layer.
+
+    As trainers of this family have it, sliding layers are causal inside the block unless told otherwise, and full
+    ones are not.
+    """
+    full = set(settings.full_attention_indices)
+    sliding = [settings.sliding_window is not None and layer not in full for layer in range(settings.num_layers)]
+    windows = tuple(settings.sliding_window if slides else None for slides in sliding)
+    causal = tuple(settings.causal_block or (slides and not settings.sliding_window_non_causal) for slides in sliding)
+    return windows, causal
+
+
+def _widths(settings: DraftSettings, verifier: Verifier) -> dict[str, Any]:
+    """Heads and widths: the verifier's unless given. Heads without a width of their own divide the hidden size."""
+    shape, hidden = verifier.layer_shape(), verifier.identity.hidden_size
+    heads = settings.num_attention_heads or shape.num_heads
+    head_dim = settings.head_dim or shape.head_dim
+    if settings.num_attention_heads and not settings.head_dim:
+        if hidden % heads:
+            raise InputError(
+                "--num-attention-heads", heads, f"does not divide the hidden size {hidden}; give --head-dim as well"
+            )
+        head_dim = hidden // heads
+    kv_heads = settings.num_key_value_heads
+    if kv_heads is None:
+        kv_heads = shape.num_kv_heads if heads % shape.num_kv_heads == 0 else heads
+    return {
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": settings.intermediate_size or shape.intermediate_size,
+    }
+
+
+def make_objective(settings: ObjectiveSettings, speculator_type: str) -> Objective:
+    """The objective that the settings name, with the type's defaults.
+
+    Raises:
+        InputError: D-PACE was asked for with another loss than cross entropy.
+    """
+    terms = parse_loss(settings.loss_fn or DEFAULT_LOSS.get(speculator_type, "ce"))
+    weighting = settings.per_position_loss_weight or ("dpace" if set(terms) == {"ce"} else "fixed-exp-decay")
+    return Objective(
+        terms=terms,
+        weighting=weighting,
+        dpace_alpha=settings.dpace_alpha,
+        decay_gamma=settings.decay_gamma,
+        decay_gamma_end=settings.decay_gamma_end,
+        confidence_alpha=settings.confidence_head_alpha,
+    )
+
+
+def draft_vocabulary(config: DraftConfig, documents: Sequence[Document]) -> Tensor | None:
+    """Verifier ids of a reduced vocabulary, from the replies; None for the full one. Says what it covers."""
+    if not config.reduced:
+        return None
+    counts = token_counts(documents, config.vocab_size)
+    ids = choose_vocabulary(counts, config.draft_vocab_size)
+    seen = int((counts > 0).sum())
+    filled = max(0, config.draft_vocab_size - seen)
+    say(
+        f"draft vocabulary: {config.draft_vocab_size:,} of {config.vocab_size:,} tokens, "
+        f"{coverage(counts, ids):.2%} of the reply tokens"
+        + (f"; only {seen:,} tokens occur, the {filled:,} smallest other ids fill up" if filled else "")
+    )
+    return ids
 
 
 def resolve_mask_token(asked: int | None, verifier: Verifier, documents: Sequence[Document]) -> int:
@@ -75,6 +161,12 @@ def resolve_mask_token(asked: int | None, verifier: Verifier, documents: Sequenc
     seen = {token for document in documents for token in document.input_ids}
     if asked is None:
         asked = tokenizer.mask_token_id
+        if asked is not None and asked in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+            raise InputError(
+                "--mask-token-id",
+                f"{asked} ({tokenizer.mask_token})",
+                "the tokenizer's mask token is also its padding or end token; name another, or this one if you mean it",
+            )
     if asked is None and len(tokenizer) < verifier.identity.vocab_size:
         asked = len(tokenizer)
     if asked is None:
@@ -98,16 +190,25 @@ def free_control_tokens(tokenizer: Any, seen: set[int]) -> list[tuple[int, str]]
     return [(i, str(token)) for i, token in sorted(tokenizer.added_tokens_decoder.items()) if i not in taken]
 
 
-def make_contract(config: DraftConfig, verifier: Verifier) -> Contract:
-    """The contract of a draft trained with this verifier."""
+def make_contract(config: DraftConfig, verifier: Verifier, vocabulary: Tensor | None = None) -> Contract:
+    """The contract of a draft trained with this verifier.
+
+    Args:
+        vocabulary: verifier ids of a reduced vocabulary.
+    """
+    assert config.reduced == (vocabulary is not None)
     standardisation = "none"
     if config.standardise_taps:
         standardisation = "folded" if config.context_fusion == "projected" else "explicit"
     return Contract(
         version=CONTRACT_VERSION,
-        method=method_of(config.context_fusion, config.context_kv),
+        method=config.method,
         context_fusion=config.context_fusion,
         context_kv=config.context_kv,
+        sequential_head=config.sequential_head,
+        markov_rank=config.markov_rank,
+        confidence_head=config.confidence_head,
+        confidence_with_previous=config.confidence_with_previous,
         verifier=verifier.identity,
         tap_ids=config.tap_ids,
         tap_convention=TAP_CONVENTION,
@@ -117,22 +218,26 @@ def make_contract(config: DraftConfig, verifier: Verifier) -> Contract:
         logit_softcap=verifier.logit_softcap,
         embedding_scale=config.embedding_scale,
         mask_token_id=config.mask_token_id,
-        sample_from_anchor=False,
+        sample_from_anchor=config.sample_from_anchor,
         block_size=config.block_size,
         default_k=config.num_proposed,
         windows=config.windows,
         causal=config.causal,
         rope_parameters=dict(config.rope_parameters),
         max_position_embeddings=config.max_position_embeddings,
-        draft_vocab_size=config.vocab_size,
-        vocab_map_hash=None,
+        draft_vocab_size=config.draft_vocab_size,
+        vocab_map_hash=None if vocabulary is None else map_hash(vocabulary, config.vocab_size),
         compute_dtype=dtype_name(verifier.dtype),
     )
 
 
-def create_draft(config: DraftConfig, verifier: Verifier, states: InProcessStates, seed: int) -> BlockDraft:
+def create_draft(
+    config: DraftConfig, verifier: Verifier, states: InProcessStates, seed: int, vocabulary: Tensor | None = None
+) -> BlockDraft:
     """A draft with fresh float32 weights and calibrated taps, sharing the verifier's tables."""
     draft = BlockDraft(config).to(verifier.device)
+    if draft.vocabulary is not None and vocabulary is not None:
+        draft.vocabulary.keep(vocabulary.to(verifier.device))
     draft.borrow(verifier.embedding_VE, verifier.head_VE)
     draft.initialise(seed)
     if draft.fusion.statistics is not None:

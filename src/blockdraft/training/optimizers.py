@@ -1,7 +1,7 @@
 """Optimizers over a draft's parameters: AdamW for all, or Muon for matrices beside AdamW for the rest.
 
-Both are torch's own. Muon orthogonalises the update of hidden matrices (Jordan et al., 2024); norms and the small
-fusion table have no matrix structure and stay with AdamW.
+Both are torch's own. Muon orthogonalises the update of hidden matrices (Jordan et al., 2024); norms, biases, the
+fusion table, token tables and single-row outputs have no such structure and stay with AdamW.
 """
 
 from __future__ import annotations
@@ -49,6 +49,9 @@ class Optimizers:
             member.load_state_dict(state)
 
 
+_TABLES = ("layer_fusion_weights", "markov_w1.weight", "markov_w2.weight")
+
+
 def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Whether a parameter is a matrix between hidden spaces (and not DFlare's small table of mixture weights)."""
-    return parameter.ndim == 2 and not name.endswith("layer_fusion_weights")
+    """Whether a parameter is a matrix between hidden spaces (not a table of tokens or mixtures, nor a single row)."""
+    return parameter.ndim == 2 and min(parameter.shape) > 1 and not name.endswith(_TABLES)

@@ -7,6 +7,7 @@ run sees the same bits.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,28 +24,40 @@ SINK_POSITIONS = 4  # first positions of a text, whose states are outliers and a
 
 @dataclass(frozen=True, slots=True)
 class DocumentStates:
-    """Taps [T, L, E] in the verifier's dtype, and the verifier's own next token after each position, int64 [T].
+    """What the verifier says about a document.
 
-    `greedy` is filled from the last prompt token on; before that it is -1 and never read.
+    Attributes:
+        taps: [T, L, E], in the verifier's dtype.
+        greedy: the verifier's own next token after each position, int64 [T]; filled from the last prompt token on,
+            before that it is -1 and never read.
+        final: states after the final norm, [T, E], where an objective needs the verifier's distributions; else None.
     """
 
     taps: Tensor
     greedy: Tensor
+    final: Tensor | None = None
 
 
 class InProcessStates:
     """Taps and targets of documents by index."""
 
     def __init__(
-        self, verifier: Verifier, documents: Sequence[Document], tap_ids: Sequence[int], memory_gib: float
+        self,
+        verifier: Verifier,
+        documents: Sequence[Document],
+        tap_ids: Sequence[int],
+        memory_gib: float,
+        with_final: bool = False,
     ) -> None:
         self._verifier, self._documents, self._tap_ids = verifier, documents, tuple(tap_ids)
+        self._with_final = with_final
         self._kept: dict[int, DocumentStates] = {}
         self._allowance = int(memory_gib * 2**30)
 
     def fill(self) -> None:
         """Run documents, longest first, and keep their states until the allowance is used up. Done once."""
-        per_token = len(self._tap_ids) * self._verifier.identity.hidden_size * self._verifier.dtype.itemsize + 8
+        kept = len(self._tap_ids) + self._with_final
+        per_token = kept * self._verifier.identity.hidden_size * self._verifier.dtype.itemsize + 8
         if self._kept:
             return
         order = sorted(range(len(self._documents)), key=lambda i: (-len(self._documents[i].input_ids), i))
@@ -73,7 +86,7 @@ class InProcessStates:
         found = [self._kept[index] if index in self._kept else fresh[index] for index in indices]
         if not noise_std:
             return found
-        return [DocumentStates(_noisy(states.taps, noise_std, generator), states.greedy) for states in found]
+        return [dataclasses.replace(states, taps=_noisy(states.taps, noise_std, generator)) for states in found]
 
     def sample_taps(self, num_documents: int) -> Tensor:
         """Taps of some documents for calibration, outlier positions left out, [T, L, E]."""
@@ -88,8 +101,9 @@ class InProcessStates:
         for document, states in zip(documents, self._verifier.states(sequences, self._tap_ids), strict=True):
             first = document.reply_start - 1
             greedy = torch.full((len(document.input_ids),), -1, device=states.final.device)
-            greedy[first:] = self._verifier.logits(states.final[first:]).argmax(dim=-1)
-            results.append(DocumentStates(states.taps.clone(), greedy))
+            greedy[first:] = self._verifier.greedy(states.final[first:])
+            final = states.final.clone() if self._with_final else None
+            results.append(DocumentStates(states.taps.clone(), greedy, final))
         return results
 
 

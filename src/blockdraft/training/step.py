@@ -2,41 +2,83 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from blockdraft.data.packing import PackedRow
-from blockdraft.losses.chunked import LossAndMetrics, chunked_head_loss
+from blockdraft.losses.chunked import Correction, LossAndMetrics, chunked_head_loss
 from blockdraft.losses.objective import Objective
+from blockdraft.losses.targets import SlotTargets, Teacher
 from blockdraft.models.block_draft import BlockDraft
+from blockdraft.models.vocabulary import DraftVocabulary
 from blockdraft.ops.anchors import Blocks
 from blockdraft.training.states import DocumentStates
 
 
-def block_targets(greedy_T: Tensor, blocks: Blocks, block_size: int) -> tuple[Tensor, Tensor]:
-    """What slots 1 .. B-1 of each block should predict, and which of them are supervised, both [N, B-1].
+def positions_before(blocks: Blocks, num_predicted: int) -> tuple[Tensor, Tensor]:
+    """The position before each proposal, and whether the proposal's own is inside the document, both [N, K].
 
-    Slot k stands at anchor + k; its target is the verifier's own choice after position anchor + k - 1. Slots behind
-    the end of the anchor's document have none.
+    Proposal i is for position anchor + i + 1, whatever the slot it comes from. Outside, the anchor stands in.
     """
-    slots = torch.arange(1, block_size, device=blocks.anchors.device)
-    positions = blocks.anchors[:, None] + slots
-    mask = positions < blocks.ends[:, None]
-    previous = torch.where(mask, positions - 1, 0)
-    return torch.where(mask, greedy_T[previous], 0), mask
+    anchors = blocks.anchors[:, None]
+    before = anchors + torch.arange(num_predicted, device=anchors.device)
+    inside = before + 1 < blocks.ends[:, None]
+    return torch.where(inside, before, anchors), inside
+
+
+def block_targets(
+    greedy_T: Tensor, blocks: Blocks, num_predicted: int, vocabulary: DraftVocabulary | None = None
+) -> SlotTargets:
+    """What each proposal should be: the verifier's own choice after the position before it.
+
+    Args:
+        greedy_T: the verifier's next token after every position of the row.
+    """
+    before, mask = positions_before(blocks, num_predicted)
+    ids = torch.where(mask, greedy_T[before], 0)
+    if vocabulary is None:
+        return SlotTargets(ids, mask, mask)
+    ids = vocabulary.to_draft(ids)
+    return SlotTargets(ids.clamp_min(0), mask, mask & (ids >= 0))
 
 
 def row_loss(
-    draft: BlockDraft, row: PackedRow, states: Sequence[DocumentStates], blocks: Blocks, objective: Objective
+    draft: BlockDraft,
+    row: PackedRow,
+    states: Sequence[DocumentStates],
+    blocks: Blocks,
+    objective: Objective,
+    softcap: float | None = None,
 ) -> LossAndMetrics:
-    """Loss and metrics of the blocks of a packed row whose documents have the given states."""
+    """Loss and metrics of the blocks of a packed row whose documents have the given states.
+
+    Args:
+        softcap: the verifier's, for objectives that learn its distribution.
+    """
     taps = torch.cat([state.taps for state in states])
     greedy = torch.cat([state.greedy for state in states])
     device = taps.device
-    hidden = draft(taps, row.tokens.to(device), row.positions.to(device), blocks)
-    targets, mask = block_targets(greedy, blocks, draft.config.block_size)
+    tokens = row.tokens.to(device)
+    # A slot that proposes nothing has no loss and is not projected.
+    hidden = draft.predicted(draft(taps, tokens, row.positions.to(device), blocks))
     assert draft.head_VE is not None
-    # Slot 0 is the anchor, whose token is known: it has no loss and is not projected.
-    return chunked_head_loss(hidden[:, 1:], draft.head_VE, targets, mask, objective)
+    before, _ = positions_before(blocks, hidden.shape[1])
+    targets = block_targets(greedy, blocks, hidden.shape[1], draft.vocabulary)
+    if objective.needs_teacher:
+        final = torch.cat([state.final for state in states if state.final is not None])
+        targets = dataclasses.replace(targets, teacher=Teacher(final, before, draft.head_VE, softcap))
+    previous = tokens[before]
+    correction = None
+    if draft.sequential is not None:
+        features = draft.sequential.teacher_forced(hidden, previous)
+        correction = Correction(features, draft.sequential.markov_w2.weight)
+    wanted = draft.confidence is not None
+    outcome = chunked_head_loss(hidden, draft.head_VE, targets, objective, correction, with_overlap=wanted)
+    confidence = draft.confidence_logits(hidden, previous)
+    if confidence is None:
+        return outcome
+    extra = objective.confidence_loss(confidence, outcome.overlap_NK, targets)
+    return LossAndMetrics(outcome.loss + extra, outcome.metrics, outcome.overlap_NK)

@@ -7,6 +7,7 @@ the same bits as one that was not.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import signal
@@ -25,14 +26,20 @@ from blockdraft.decoding.one_pass import rounds_of_document
 from blockdraft.errors import BlockdraftError
 from blockdraft.fingerprint import already_made, fingerprint
 from blockdraft.folders import write_json
-from blockdraft.losses.objective import BlockMetrics, Objective
+from blockdraft.losses.metrics import BlockMetrics
 from blockdraft.ops.acceptance import AcceptanceCounts
 from blockdraft.ops.anchors import choose_anchors
 from blockdraft.progress import progress, say
 from blockdraft.records import Document
 from blockdraft.runtime import resolve_dtype
 from blockdraft.settings import TrainSettings, resolved
-from blockdraft.training.creation import create_draft, draft_config, make_contract
+from blockdraft.training.creation import (
+    create_draft,
+    draft_config,
+    draft_vocabulary,
+    make_contract,
+    make_objective,
+)
 from blockdraft.training.loggers import make_logger
 from blockdraft.training.optimizers import Optimizers
 from blockdraft.training.provenance import provenance
@@ -53,6 +60,8 @@ class Progress:
     """Where training stands; saved with the state."""
 
     step: int = 0
+    seconds: float = 0.0
+    """Spent in updates alone, over all runs that were resumed; validation and saving excluded."""
     best_length: float = 0.0
     history: list[dict[str, float]] = field(default_factory=list)
 
@@ -72,14 +81,17 @@ class Trainer:
     ) -> None:
         self.settings, self.verifier = settings, verifier
         self.train, self.validation = split_documents(documents, settings.train_data_ratio)
+        self.objective = make_objective(settings, settings.speculator_type)
         self.config = draft_config(settings, verifier, documents)
-        self.contract: Contract = make_contract(self.config, verifier)
-        self.objective = Objective(settings.per_position_loss_weight, settings.dpace_alpha, settings.decay_gamma)
+        self.vocabulary = draft_vocabulary(self.config, self.train)
+        self.contract: Contract = make_contract(self.config, verifier, self.vocabulary)
         self.rows = self._planned_rows()
         self.total_steps = max(1, len(self.rows) // settings.grad_accum)
         self.progress = Progress()
         every = [*self.train, *self.validation]
-        self.states = states or InProcessStates(verifier, every, self.config.tap_ids, settings.states_memory_gib)
+        self.states = states or InProcessStates(
+            verifier, every, self.config.tap_ids, settings.states_memory_gib, self.objective.needs_teacher
+        )
 
     def _planned_rows(self) -> list[list[int]]:
         """Document indices of every row of the whole run, in order."""
@@ -109,7 +121,9 @@ class Trainer:
     def create(self) -> None:
         """Make hidden states and a fresh draft."""
         self.states.fill()
-        self.draft = create_draft(self.config, self.verifier, self.states, self.settings.seed)
+        self.draft = create_draft(self.config, self.verifier, self.states, self.settings.seed, self.vocabulary)
+        if self.settings.compile == "on" or (self.settings.compile == "auto" and self.verifier.device.type == "cuda"):
+            self.draft.compile_layers()
         self.optimizers = Optimizers(self.draft, self.settings)
 
     def prepare(self) -> None:
@@ -152,7 +166,9 @@ class Trainer:
         with _stop_requested() as stop, progress("training", self.total_steps, self.progress.step) as advance:
             while self.progress.step < self.total_steps:
                 factor = self._factor(self.progress.step)
+                start = time.monotonic()
                 loss, metrics = self._update(self.progress.step, factor)
+                self.progress.seconds += time.monotonic() - start
                 self.progress.step += 1
                 losses.append(loss)
                 window = metrics if window is None else window + metrics
@@ -200,8 +216,9 @@ class Trainer:
         generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + row_index)
         blocks = choose_anchors(row.loss_mask, row.lengths, self.settings.max_anchors, generator)
         states = self.states.get(indices, noise_std=self.settings.noise_std, generator=generator)
+        objective = self.objective.at(row_index / max(1, len(self.rows)))
         with self._autocast():
-            outcome = row_loss(self.draft, row, states, blocks, self.objective)
+            outcome = row_loss(self.draft, row, states, blocks, objective, self.verifier.logit_softcap)
         (outcome.loss / accum).backward()
         return float(outcome.loss.detach()), outcome.metrics
 
@@ -232,7 +249,7 @@ class Trainer:
                 rounds += rounds_of_document(self.draft, document, states.taps, [k])[k]
         counts = AcceptanceCounts.of(rounds, k)
         figures = {"acceptance_length": counts.acceptance_length, "acceptance_rate": counts.acceptance_rate}
-        self.progress.history.append({"step": self.progress.step, **figures})
+        self.progress.history.append({"step": self.progress.step, "seconds": self.progress.seconds, **figures})
         if counts.acceptance_length > self.progress.best_length:
             self.progress.best_length = counts.acceptance_length
             self._save_checkpoint(BEST)
@@ -256,7 +273,7 @@ class Trainer:
         state = {
             "draft": self.draft.state_dict(),
             "optimizers": self.optimizers.state_dict(),
-            "progress": {"step": progress.step, "best_length": progress.best_length, "history": progress.history},
+            "progress": dataclasses.asdict(progress),
         }
         save_state(self.settings.save_path / STATES, progress.step, state)
 

@@ -88,3 +88,7 @@ class Verifier(Protocol):
     def logits(self, final: Tensor) -> Tensor:
         """float32 logits [..., V] of states that have gone through the final norm, soft cap included."""
         ...
+
+    def greedy(self, final_TE: Tensor) -> Tensor:
+        """The verifier's own next token after each position, int64 [T], without holding [T, V] logits."""
+        ...

