@@ -1,0 +1,132 @@
+"""From settings to a draft: presets, sockets, layers, widths, vocabulary, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from blockdraft.errors import InputError
+from blockdraft.records import Document
+from blockdraft.settings import TrainSettings
+from blockdraft.training.creation import (
+    draft_config,
+    draft_vocabulary,
+    layer_kinds,
+    make_objective,
+    resolve_mask_token,
+    resolve_sockets,
+)
+from blockdraft.verifiers.causal import CausalVerifier
+from conftest import random_document, tiny_config
+
+DOCUMENTS = [random_document(24, 6, i) for i in range(4)]
+
+
+def settings(**changes: object) -> TrainSettings:
+    base = TrainSettings(data_path=Path("data"), save_path=Path("run"), dtype="float32", mask_token_id=100, num_taps=3)
+    return dataclasses.replace(base, **changes)
+
+
+@pytest.mark.parametrize("method", ["dflash", "dflare", "dspark"])
+def test_a_preset_is_the_method_it_names(tiny_verifier: CausalVerifier, method: str) -> None:
+    config = draft_config(settings(speculator_type=method), tiny_verifier, DOCUMENTS)
+    assert config.method == method
+    assert config.num_proposed == (8 if method == "dspark" else 7)
+    assert config.markov_rank == (256 if method == "dspark" else 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "method"),
+    [
+        ({"context_kv": "separate"}, "blockdraft"),
+        ({"sequential_head": "rnn"}, "dspark"),
+        ({"sample_from_anchor": True}, "dspark"),
+        ({"confidence_head": "linear"}, "dspark"),
+        ({"speculator_type": "dflare", "sequential_head": "markov"}, "blockdraft"),
+        ({"speculator_type": "dspark", "sequential_head": "none"}, "dspark"),
+        ({"causal_block": True}, "dflash"),
+        ({"sliding_window": 4, "full_attention_indices": (0,), "sliding_window_non_causal": True}, "dflash"),
+        ({"sliding_window": 4, "full_attention_indices": (0,)}, "blockdraft"),
+    ],
+)
+def test_a_named_socket_replaces_the_presets(tiny_verifier: CausalVerifier, changes: dict, method: str) -> None:
+    assert draft_config(settings(**changes), tiny_verifier, DOCUMENTS).method == method
+
+
+def test_without_a_head_the_preset_does_not_insist_on_what_it_reads() -> None:
+    for gone in ("sequential_head", "confidence_head"):
+        sockets = resolve_sockets(settings(speculator_type="dspark", **{gone: "none"}))
+        assert not sockets["confidence_with_previous"]
+    with pytest.raises(InputError, match="needs a sequential head"):
+        tiny_config("dspark", sequential_head="none", markov_rank=0)
+
+
+def test_layers_slide_and_are_causal_as_told() -> None:
+    assert layer_kinds(settings()) == ((None, None), (False, False))
+    assert layer_kinds(settings(causal_block=True)) == ((None, None), (True, True))
+    assert layer_kinds(settings(sliding_window=9)) == ((9, 9), (True, True))
+    assert layer_kinds(settings(sliding_window=9, sliding_window_non_causal=True)) == ((9, 9), (False, False))
+    assert layer_kinds(settings(sliding_window=9, full_attention_indices=(1,))) == ((9, None), (True, False))
+    for wrong, says in (
+        ({"full_attention_indices": (0,)}, "needs --sliding-window"),
+        ({"sliding_window": 9, "full_attention_indices": (2,)}, "layers are 0..1"),
+        ({"sliding_window": 0}, "must be 1 or more"),
+        ({"causal_block": True, "sliding_window": 9, "sliding_window_non_causal": True}, "contradicts"),
+    ):
+        with pytest.raises(InputError, match=says):
+            settings(**wrong)
+
+
+def test_widths_are_the_verifiers_unless_given(tiny_verifier: CausalVerifier) -> None:
+    def widths(**changes: int) -> tuple[int, int, int, int]:
+        config = draft_config(settings(**changes), tiny_verifier, DOCUMENTS)
+        return config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size
+
+    assert widths() == (4, 2, 16, 64)
+    assert widths(num_attention_heads=2) == (2, 2, 16, 64)
+    assert widths(num_attention_heads=8, num_key_value_heads=4, intermediate_size=40) == (8, 4, 4, 40)
+    assert widths(num_attention_heads=5, head_dim=8, num_key_value_heads=1) == (5, 1, 8, 64)
+    assert widths(num_attention_heads=1) == (1, 1, 32, 64)  # the verifier's two key/value heads do not divide one
+
+
+def test_objective_defaults_follow_the_type() -> None:
+    assert make_objective(settings(), "dflash").terms == {"ce": 1.0}
+    assert make_objective(settings(), "dflash").weighting == "dpace"
+    assert make_objective(settings(), "dspark").terms == {"ce": 0.1, "tv": 0.9}
+    assert make_objective(settings(), "dspark").weighting == "fixed-exp-decay"
+    assert make_objective(settings(loss_fn="ce"), "dspark").weighting == "dpace"
+    assert make_objective(settings(loss_fn="kl"), "dflash").weighting == "fixed-exp-decay"
+
+
+def test_a_vocabulary_larger_than_the_tokens_seen_is_filled_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    documents = [Document("a", [9, 9, 50, 60, 50], 2, "stop")]
+    ids = draft_vocabulary(tiny_config(draft_vocab_size=5), documents)
+    assert ids is not None and ids.tolist() == [0, 1, 2, 50, 60]
+    said = capfd.readouterr().err
+    assert "100.00% of the reply tokens" in said and "only 2 tokens occur, the 3 smallest other ids fill up" in said
+    small = draft_vocabulary(tiny_config(draft_vocab_size=1), documents)
+    assert small is not None and small.tolist() == [50]
+    assert "66.67% of the reply tokens" in capfd.readouterr().err
+    assert draft_vocabulary(tiny_config(), documents) is None
+
+
+@pytest.mark.parametrize("same", ["pad_token_id", "eos_token_id"])
+def test_a_mask_token_that_is_padding_or_end_must_be_asked_for(tiny_verifier: CausalVerifier, same: str) -> None:
+    tokenizer = SimpleNamespace(mask_token_id=99, mask_token="<x>", pad_token_id=0, eos_token_id=1)
+    setattr(tokenizer, same, 99)
+    verifier = SimpleNamespace(tokenizer=tokenizer, identity=tiny_verifier.identity)
+    with pytest.raises(InputError, match="also its padding or end token"):
+        resolve_mask_token(None, verifier, DOCUMENTS)  # type: ignore[arg-type]
+    assert resolve_mask_token(99, verifier, DOCUMENTS) == 99  # type: ignore[arg-type]
+
+
+def test_drafts_of_one_seed_are_equal(tiny_verifier: CausalVerifier) -> None:
+    from conftest import tiny_draft
+
+    first, second = (tiny_draft(tiny_verifier, tiny_config("dspark", draft_vocab_size=40)) for _ in range(2))
+    for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
