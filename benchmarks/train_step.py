@@ -2,7 +2,7 @@
 
     python benchmarks/train_step.py                                            # the whole grid, blockdraft alone
     python benchmarks/train_step.py --peer-python peer/bin/python --methods dflash --out docs/results.md
-    python benchmarks/train_step.py --vocab 262144 --anchors 64 256 --twin     # chunks against whole logits
+    python benchmarks/train_step.py --vocab 262144 --anchors 64 256 --twin --head   # chunks against whole logits
 
 Every cell is measured in processes of its own that take turns, A B A B, after one step each that is not counted; the
 table has medians. "floor" is the time of the matrix products alone that a step cannot avoid (steps/floor.py).
@@ -74,15 +74,16 @@ class Worker:
         self._errors.close()
 
 
-def measure(case: Case, repeats: int, peer_python: str | None, twin: bool) -> dict[str, Worker]:
-    """All workers of a case, each after 1 + `repeats` steps in turns."""
-    workers = {"ours": Worker(sys.executable, "ours.py", case)}
-    if case.method == "dflash":
+def measure(case: Case, repeats: int, peer_python: str | None, twin: bool, head: bool) -> dict[str, Worker]:
+    """All workers of a case, each after 1 + `repeats` steps in turns; `head` measures head and loss alone."""
+    part = ["head"] if head else []
+    workers = {"ours": Worker(sys.executable, "ours.py", case, *part)}
+    if case.method == "dflash" and not head:
         workers["floor"] = Worker(sys.executable, "floor.py", case)
         if peer_python:
             workers["peer"] = Worker(peer_python, "speculators.py", case)
     if twin:
-        workers["twin"] = Worker(sys.executable, "ours.py", case, "plain")
+        workers["twin"] = Worker(sys.executable, "ours.py", case, "plain", *part)
     try:
         for _ in range(1 + repeats):
             for worker in workers.values():
@@ -136,6 +137,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--peer-python", help="Python of an environment with Speculators 0.9.0")
+    parser.add_argument("--head", action="store_true", help="head and loss alone, on given hidden states (ce)")
     parser.add_argument("--twin", action="store_true", help="also the plain step: whole logits, one dense mask")
     parser.add_argument("--out", type=Path, help="file whose section is replaced by the table")
     parser.add_argument("--section", default="train-step", help="name of that section")
@@ -144,7 +146,8 @@ def main() -> None:
     names, rows = columns(peer, options.twin), []
     print(" | ".join(names), flush=True)
     for case in grid(options):
-        rows.append(row_of(case, measure(case, options.repeats, options.peer_python, options.twin), peer, options.twin))
+        workers = measure(case, options.repeats, options.peer_python, options.twin, options.head)
+        rows.append(row_of(case, workers, peer, options.twin))
         print(" | ".join(rows[-1]), flush=True)
     if options.out:
         from blockdraft.runtime import machine_description

@@ -1,4 +1,8 @@
-"""A worker: blockdraft's training step on random states, forward and backward. `python ours.py CASE [plain]`."""
+"""A worker: blockdraft's training step on random states, forward and backward.
+
+`python ours.py CASE [plain] [head]`: plain takes the twins (whole logits, one dense mask), head measures head and loss
+alone on given hidden states.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +79,7 @@ def use_plain_twins() -> None:
 
 def main() -> None:
     case = Case.from_argv()
-    if sys.argv[2:] == ["plain"]:
+    if "plain" in sys.argv:
         use_plain_twins()
     torch.manual_seed(0)
     dtype = getattr(torch, case.dtype)
@@ -92,6 +96,16 @@ def main() -> None:
     weighting = "dpace" if case.loss == "ce" else "fixed-exp-decay"
     objective = Objective({case.loss: 1.0}, weighting)
     generator = torch.Generator().manual_seed(0)
+    given = torch.randn(case.anchors, BLOCK, HIDDEN).to(dtype).requires_grad_()
+
+    def head() -> float:
+        given.grad = None
+        blocks = choose_anchors(row.loss_mask, row.lengths, case.anchors, generator)
+        hidden = draft.predicted(given)[: len(blocks)]
+        targets = step_module.block_targets(states.greedy, blocks, hidden.shape[1])
+        outcome = step_module.chunked_head_loss(hidden, table, targets, objective)
+        outcome.loss.backward()
+        return float(outcome.loss.detach())
 
     def step() -> float:
         draft.zero_grad(set_to_none=True)
@@ -101,7 +115,7 @@ def main() -> None:
         outcome.loss.backward()
         return float(outcome.loss.detach())
 
-    serve(step)
+    serve(head if "head" in sys.argv else step)
 
 
 if __name__ == "__main__":

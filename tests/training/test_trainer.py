@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -199,6 +200,26 @@ def test_tensorboard_receives_the_curves(tiny_verifier: CausalVerifier, tmp_path
     tags = set(events.Tags()["scalars"])
     assert {"train/loss", "train/accuracy", "train/block_length", "validation/acceptance_length"} <= tags
     assert len(events.Scalars("train/loss")) >= 4
+
+
+def test_a_reduced_vocabulary_logs_its_coverage(tiny_verifier: CausalVerifier, tmp_path: Path) -> None:
+    trainer = Trainer(settings_of(tmp_path, draft_vocab_size=20), tiny_verifier, DOCUMENTS)
+    trainer.create()
+    _, metrics = trainer._update(0, 1.0)
+    figures = metrics.figures()
+    assert 0 < figures["coverage"] < 1
+    assert figures["accuracy"] == pytest.approx(figures["coverage"] * figures["accuracy_in_draft_vocabulary"])
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_compiled_layers_compute_the_same(tiny_verifier: CausalVerifier, tmp_path: Path) -> None:
+    losses = {}
+    for compiled in ("on", "off"):
+        trainer = Trainer(settings_of(tmp_path, compile=compiled), tiny_verifier, DOCUMENTS)
+        trainer.create()
+        losses[compiled] = [trainer._update(step, 1.0)[0] for step in range(2)]
+        assert "layers.0.mlp.up_proj.weight" in trainer.draft.state_dict()
+    assert losses["on"] == pytest.approx(losses["off"], rel=1e-4)
 
 
 @pytest.mark.parametrize(
