@@ -188,6 +188,18 @@ def test_metrics_form_the_run_inside_the_block() -> None:
     assert "coverage" not in figures
 
 
+def test_confidence_figures_are_means_over_supervised_slots() -> None:
+    ids = torch.zeros(1, 3, dtype=torch.int64)
+    mask = torch.tensor([[True, True, False]])
+    counts = BlockMetrics.of(ids, SlotTargets(ids, mask, mask))
+    assert "overlap" not in counts.figures()
+    overlap = torch.tensor([[0.8, 0.4, 0.0]])
+    one = counts.with_confidence(torch.tensor([[0.5, 0.5, 0.9]]), overlap, mask)
+    figures = (one + one).figures()
+    assert figures["overlap"] == pytest.approx(0.6)
+    assert figures["confidence_abs_error"] == pytest.approx(0.2)
+
+
 def test_what_the_draft_cannot_say_counts_as_wrong() -> None:
     predicted = ids = torch.tensor([[0, 0, 1]])
     mask = torch.ones(1, 3, dtype=torch.bool)

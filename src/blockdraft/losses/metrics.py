@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from torch import Tensor
 
@@ -19,6 +19,8 @@ class BlockMetrics:
         correct: slots whose likeliest token is the target, int64 [K].
         accepted: sum over blocks of the leading run of correct slots.
         blocks: blocks with at least one supervised slot.
+        overlap, confidence_error: sums over slots of what the confidence head should say, and of how far off it is;
+            None without such a head.
     """
 
     slots: Tensor
@@ -26,6 +28,8 @@ class BlockMetrics:
     correct: Tensor
     accepted: Tensor
     blocks: Tensor
+    overlap: Tensor | None = None
+    confidence_error: Tensor | None = None
 
     @classmethod
     def of(cls, predicted_NK: Tensor, targets: SlotTargets) -> BlockMetrics:
@@ -36,8 +40,14 @@ class BlockMetrics:
             mask.sum(0), targets.learnable_NK.sum(0), correct.sum(0), correct.long().cumprod(1).sum(), mask.any(1).sum()
         )
 
+    def with_confidence(self, confidence_NK: Tensor, overlap_NK: Tensor, mask_NK: Tensor) -> BlockMetrics:
+        """These counts and how well the confidence head (probabilities) knows the overlap."""
+        error = (confidence_NK.detach() - overlap_NK).abs()
+        return replace(self, overlap=(overlap_NK * mask_NK).sum(), confidence_error=(error * mask_NK).sum())
+
     def __add__(self, other: BlockMetrics) -> BlockMetrics:
-        return BlockMetrics(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return BlockMetrics(*(None if a is None or b is None else a + b for a, b in pairs))
 
     def figures(self) -> dict[str, float]:
         """Accuracy over all slots and by position, and the mean run of right slots plus the bonus token.
@@ -54,4 +64,7 @@ class BlockMetrics:
         if covered < slots:
             figures["coverage"] = covered / slots
             figures["accuracy_in_draft_vocabulary"] = correct / max(covered, 1)
+        if self.overlap is not None and self.confidence_error is not None:
+            figures["overlap"] = float(self.overlap) / max(slots, 1)
+            figures["confidence_abs_error"] = float(self.confidence_error) / max(slots, 1)
         return figures

@@ -81,4 +81,5 @@ def row_loss(
     if confidence is None:
         return outcome
     extra = objective.confidence_loss(confidence, outcome.overlap_NK, targets)
-    return LossAndMetrics(outcome.loss + extra, outcome.metrics, outcome.overlap_NK)
+    metrics = outcome.metrics.with_confidence(confidence.sigmoid(), outcome.overlap_NK, targets.mask_NK)
+    return LossAndMetrics(outcome.loss + extra, metrics, outcome.overlap_NK)
