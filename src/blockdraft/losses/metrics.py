@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -46,8 +47,7 @@ class BlockMetrics:
         return replace(self, overlap=(overlap_NK * mask_NK).sum(), confidence_error=(error * mask_NK).sum())
 
     def __add__(self, other: BlockMetrics) -> BlockMetrics:
-        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
-        return BlockMetrics(*(None if a is None or b is None else a + b for a, b in pairs))
+        return BlockMetrics(**{f.name: _sum(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)})
 
     def figures(self) -> dict[str, float]:
         """Accuracy over all slots and by position, and the mean run of right slots plus the bonus token.
@@ -68,3 +68,7 @@ class BlockMetrics:
             figures["overlap"] = float(self.overlap) / max(slots, 1)
             figures["confidence_abs_error"] = float(self.confidence_error) / max(slots, 1)
         return figures
+
+
+def _sum(a: Any, b: Any) -> Any:
+    return None if a is None or b is None else a + b
