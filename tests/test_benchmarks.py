@@ -1,0 +1,55 @@
+"""The benchmark scripts run: a script that rots measures nothing."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import acceptance  # noqa: E402
+from report import write_section  # noqa: E402
+
+
+@pytest.mark.parametrize("extra", [["--twin"], ["--twin", "--head", "--methods", "dflash"]])
+def test_train_step_measures_every_method_its_floor_and_its_twin(tmp_path: Path, extra: list[str]) -> None:
+    out = tmp_path / "results.md"
+    command = [sys.executable, str(BENCHMARKS / "train_step.py"), "--seq-len", "64", "--anchors", "8"]
+    command += ["--vocab", "512", "--repeats", "1", "--dtypes", "float32", "--loss", "ce", "--out", str(out), *extra]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [line for line in out.read_text().splitlines() if line.startswith(("| df", "| ds"))]
+    assert len(rows) == (1 if "--head" in extra else 3)
+    for row in rows:
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        seconds, peak, twin_seconds = float(cells[6]), float(cells[7]), float(cells[-2])
+        assert peak > 0.1 and seconds >= 0 and twin_seconds >= 0, row
+
+
+def result(workload: str, method: str, lengths: list[float]) -> dict:
+    history = [{"seconds": 40.0 * (i + 1), "acceptance_length": length} for i, length in enumerate(lengths)]
+    return {"workload": workload, "method": method, "training": {"history": history}}
+
+
+def test_growth_is_read_at_minutes_and_drawn(tmp_path: Path) -> None:
+    results = [result("records", "dflash", [1.1, 1.9, 2.5]), result("chat", "dspark", [1.2, 1.3, 1.4])]
+    table = acceptance.growth_table(results, 2.0, 4)
+    assert "| records | dflash |  | 1.10 | 1.90 | 2.50 |" in table
+    acceptance.draw(results, tmp_path / "curves.svg")
+    text = (tmp_path / "curves.svg").read_text()
+    assert text.count("<svg") == 1 and len(re.findall("minutes of training", text)) >= 2
+
+
+def test_a_section_replaces_itself_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "results.md"
+    path.write_text("# Results\n\nBy hand.\n")
+    write_section(path, "a", "one \\1 line")
+    write_section(path, "b", "two")
+    write_section(path, "a", "another")
+    text = path.read_text()
+    assert "By hand." in text and "two" in text and "another" in text and "one" not in text
