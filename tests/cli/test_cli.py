@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from blockdraft.checkpoints.store import save_draft
+from blockdraft.cli import tables
 from blockdraft.cli.flags import list_flags, spread_lists
 from blockdraft.cli.main import run
 from blockdraft.cli.verbs import VERBS
@@ -193,3 +194,16 @@ def test_a_stopped_training_saves_its_state_and_is_130(workshop: Path, tmp_path:
     assert process.returncode == 130
     assert "the same command goes on from there" in err and "Traceback" not in err
     assert list((tmp_path / "run" / "states").iterdir())
+
+
+def test_printed_commands_can_be_called_from_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whoever ran `make quickstart` has not activated the environment: a bare name would not be found."""
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    found = tables.program_name().split()
+    done = subprocess.run([*found, "version"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    monkeypatch.setenv("PATH", str(tmp_path))
+    script = tmp_path / "blockdraft"
+    script.write_text("#!/bin/sh\n")
+    script.chmod(0o755)
+    assert tables.program_name() == "blockdraft"

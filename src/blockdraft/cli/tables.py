@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -124,10 +128,18 @@ def show_quickstart(result: dict[str, Any]) -> None:
 
 def next_commands(result: dict[str, Any]) -> list[str]:
     """Three commands that go on from a quickstart."""
-    checkpoint = result["checkpoint"]
-    other = "dflare" if result["method"] == "dflash" else "dflash"
+    checkpoint, program = result["checkpoint"], program_name()
+    other = "dspark" if result["method"] == "dflash" else "dflash"
     return [
-        f'blockdraft generate {checkpoint} "Write one sentence about rivers." --show-drafts',
-        f"blockdraft evaluate {checkpoint} --workload {result['workload']} --k 1 3 5 7",
-        f"blockdraft quickstart --method {other} --workload {result['workload']}",
+        f'{program} generate {checkpoint} "Write one sentence about rivers." --show-drafts',
+        f"{program} evaluate {checkpoint} --workload {result['workload']} --k 1 3 5 7",
+        f"{program} quickstart --method {other} --workload {result['workload']}",
     ]
+
+
+def program_name() -> str:
+    """How to call this program from here: by its name if that is on the path, else by the path of its script."""
+    if shutil.which("blockdraft"):
+        return "blockdraft"
+    script = Path(sys.executable).with_name("blockdraft")
+    return os.path.relpath(script) if script.is_file() else f"{sys.executable} -m blockdraft.cli.main"
