@@ -22,7 +22,9 @@ def command(cls: type, run: Callable[[dict[str, Any], Path | None, bool], None])
     """
     hints = typing.get_type_hints(cls)
     fields = dataclasses.fields(cls)
-    parameters = [_parameter(field, hints[field.name]) for field in sorted(fields, key=_arguments_first)]
+    panels = _panels(cls)
+    ordered = sorted(fields, key=_arguments_and_required_first)
+    parameters = [_parameter(field, hints[field.name], panels.get(field.name)) for field in ordered]
     parameters.append(_option("config", Path | None, None, "YAML or TOML recipe; flags given here win over it"))
     parameters.append(_option("json", bool, False, "print the result as one JSON object on stdout"))
 
@@ -64,11 +66,23 @@ def spread_lists(arguments: list[str], flags: frozenset[str]) -> list[str]:
     return spread
 
 
-def _arguments_first(field: dataclasses.Field[Any]) -> bool:
-    return not field.metadata["argument"]
+def _arguments_and_required_first(field: dataclasses.Field[Any]) -> tuple[bool, bool]:
+    return not field.metadata["argument"], field.default is not dataclasses.MISSING
 
 
-def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
+def _panels(cls: type) -> dict[str, str]:
+    """The help panel of each field: that of the settings class it was written in; a command's own need none."""
+    panels: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if base is not cls and "PANEL" in vars(base):
+            panels |= dict.fromkeys(inspect.get_annotations(base), vars(base)["PANEL"])
+        elif base is cls:
+            for name in inspect.get_annotations(base):
+                panels.pop(name, None)
+    return panels
+
+
+def _parameter(field: dataclasses.Field[Any], hint: Any, panel: str | None) -> inspect.Parameter:
     args = typing.get_args(hint)
     if isinstance(hint, types.UnionType):
         hint = next(option for option in args if option is not type(None))
@@ -82,13 +96,15 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
     if field.metadata["argument"]:
         marker: Any = typer.Argument(help=help_text, show_default=False)
         return _keyword(field.name, hint | None, marker, None)
-    return _option(field.name, hint | None, None, help_text)
+    return _option(field.name, hint | None, None, help_text, panel)
 
 
-def _option(name: str, hint: Any, default: Any, help_text: str) -> inspect.Parameter:
+def _option(name: str, hint: Any, default: Any, help_text: str, panel: str | None = None) -> inspect.Parameter:
     flag = flag_name(name)
     names = (f"{flag}/--no-{flag[2:]}",) if hint == bool | None else (flag,)
-    return _keyword(name, hint, typer.Option(*names, help=help_text, show_default=False), default)
+    return _keyword(
+        name, hint, typer.Option(*names, help=help_text, show_default=False, rich_help_panel=panel), default
+    )
 
 
 def _keyword(name: str, hint: Any, marker: Any, default: Any) -> inspect.Parameter:

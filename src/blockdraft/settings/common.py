@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from blockdraft.settings.base import at_least, check, one_of, required, setting
 
@@ -11,6 +12,8 @@ from blockdraft.settings.base import at_least, check, one_of, required, setting
 @dataclass(frozen=True, kw_only=True)
 class ComputeSettings:
     """Where and how tensors are computed."""
+
+    PANEL: ClassVar[str] = "Where and how it is computed"
 
     dtype: str = setting("auto", "float32, bfloat16 or auto (bfloat16 where the processor has it)")
     device: str = setting("cpu", "torch device: cpu, cuda, cuda:1, ...")
@@ -25,6 +28,8 @@ class ComputeSettings:
 @dataclass(frozen=True, kw_only=True)
 class VerifierSettings(ComputeSettings):
     """Which verifier, and how it computes."""
+
+    PANEL: ClassVar[str] = "Verifier"
 
     verifier_name_or_path: str = setting(
         "smollm2-135m-instruct",
@@ -43,6 +48,8 @@ class CheckpointSettings(ComputeSettings):
 @dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
     """How tokens are chosen and when a reply ends."""
+
+    PANEL: ClassVar[str] = "How tokens are chosen"
 
     max_new_tokens: int = setting(256, "longest reply in tokens")
     temperature: float = setting(0.0, "0 decodes greedily")

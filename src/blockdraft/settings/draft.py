@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from blockdraft.settings.base import at_least, check, one_of, setting
 
@@ -16,6 +17,8 @@ _BY_TYPE = "default: what the type names"
 @dataclass(frozen=True, kw_only=True)
 class DraftSettings:
     """Sockets and shape of a new draft. What is not given follows the type's preset, the verifier or the data."""
+
+    PANEL: ClassVar[str] = "The draft: sockets and shape"
 
     speculator_type: str = setting("dflash", "dflash, dflare or dspark: a preset of the sockets below")
     context_fusion: str | None = setting(None, f"projected or layerwise; {_BY_TYPE}")
@@ -74,6 +77,8 @@ class DraftSettings:
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveSettings:
     """What a draft is trained towards."""
+
+    PANEL: ClassVar[str] = "Objective"
 
     loss_fn: str | None = setting(
         None,
