@@ -36,10 +36,11 @@ COLUMNS = (
 )
 
 
-def run(workload: str, method: str, minutes: float, folder: Path) -> dict[str, Any]:
+def run(workload: str, method: str, minutes: float, folder: Path, max_heldout: int) -> dict[str, Any]:
     """One quickstart run, as its JSON object."""
     command = [sys.executable, "-m", "blockdraft.cli.main", "quickstart", "--json", "--workload", workload]
     command += ["--method", method, "--minutes", str(minutes), "--save-path", str(folder)]
+    command += ["--max-heldout", str(max_heldout)]
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
 
@@ -104,19 +105,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=6)
     parser.add_argument("--runs", nargs="+", default=RUNS, help="workload/method")
+    parser.add_argument("--max-heldout", type=int, default=0, help="decode the first so many held-out prompts; 0 all")
     parser.add_argument("--save-path", type=Path, default=Path("runs/quickstart"))
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--section", default="acceptance", help="section of --out, and name of the figure beside it")
     options = parser.parse_args()
-    results = [run(*each.split("/"), options.minutes, options.save_path) for each in options.runs]
+    results = [run(*each.split("/"), options.minutes, options.save_path, options.max_heldout) for each in options.runs]
     table = markdown_table(COLUMNS, [row_of(result) for result in results])
     growth = growth_table(results, options.minutes)
     print(table, growth, sep="\n\n")
     if options.out:
         first = results[0]
-        draw(results, options.out.with_name("acceptance.svg"))
+        figure = options.out.with_name(f"{options.section}.svg")
+        draw(results, figure)
         text = (
-            "## Methods and workloads\n\n"
-            f"`python benchmarks/acceptance.py --minutes {options.minutes:g} --runs {' '.join(options.runs)}`, "
+            f"## Acceptance: {', '.join(dict.fromkeys(result['workload'] for result in results))}\n\n"
+            f"`python benchmarks/acceptance.py {' '.join(sys.argv[1:])}`, "
             f"{today()}; {first['machine']}; "
             f"{first['dtype']}; verifier {first['verifier']}; batch 1, prefill included; "
             f"{options.minutes:g} minutes of training each. "
@@ -125,9 +129,9 @@ def main() -> None:
             "Exact acceptance on the validation documents (5% of the training replies; each draft at its own "
             "largest K, which is 7, for DSpark 8) while it was trained, one run each under a cosine schedule that "
             "ends with it:\n\n"
-            f"{growth}\n\n![Acceptance while training](acceptance.svg)"
+            f"{growth}\n\n![Acceptance while training]({figure.name})"
         )
-        write_section(options.out, "acceptance", text)
+        write_section(options.out, options.section, text)
 
 
 if __name__ == "__main__":
