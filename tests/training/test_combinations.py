@@ -89,7 +89,6 @@ def test_a_combination_trains_decodes_saves_and_reloads(
     before = {name: parameter.detach().clone() for name, parameter in trainer.draft.named_parameters()}
     loss, metrics = trainer._update(0, 1.0)
     assert loss > 0 and int(metrics.slots.sum()) > 0
-    # A gated or recurrent state has no part in the first slot, and a zero bias no effect yet; all else must move.
     still = [name for name, p in trainer.draft.named_parameters() if torch.equal(p, before[name])]
     assert not still
 
