@@ -149,12 +149,16 @@ def main() -> None:
         workers = measure(case, options.repeats, options.peer_python, options.twin, options.head)
         rows.append(row_of(case, workers, peer, options.twin))
         print(" | ".join(rows[-1]), flush=True)
-    if options.out:
-        from blockdraft.runtime import machine_description
+        if options.out:  # after every row: a run that is stopped keeps what it measured
+            write_section(options.out, options.section, f"{heading(options)}\n\n{markdown_table(names, rows)}")
 
-        arguments = " ".join(sys.argv[1:]).replace(options.peer_python or "\0", "PEER")
-        head = f"`python benchmarks/train_step.py {arguments}`, {today()}; {machine_description()}."
-        write_section(options.out, options.section, f"{head}\n\n{markdown_table(names, rows)}")
+
+def heading(options: argparse.Namespace) -> str:
+    """The command, the day and the machine."""
+    from blockdraft.runtime import machine_description
+
+    arguments = " ".join(sys.argv[1:]).replace(options.peer_python or "\0", "PEER")
+    return f"`python benchmarks/train_step.py {arguments}`, {today()}; {machine_description()}."
 
 
 if __name__ == "__main__":
