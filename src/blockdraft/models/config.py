@@ -13,7 +13,6 @@ CONTEXT_FUSIONS = ("projected", "layerwise")
 CONTEXT_KVS = ("shared", "separate")
 SEQUENTIAL_HEADS = ("none", "markov", "gated", "rnn")
 CONFIDENCE_HEADS = ("none", "linear")
-STANDARDISATIONS = ("none", "folded", "explicit")
 
 # The sockets that give a method its name; a draft is one class whatever they say.
 METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(

@@ -11,7 +11,7 @@ TILE = 256
 def likeliest(logits_RV: Tensor) -> Tensor:
     """Index of each row's first largest value, int64 [R]: `argmax(dim=-1)`, ties included.
 
-    torch's argmax carries an index along each element; a maximum does not and is ten times faster. So: the largest of
+    torch's argmax carries an index along each element; a maximum does not and is faster. So: the largest of
     each tile of the vocabulary, the first tile that has the largest of all, and argmax inside that tile alone.
     """
     rows, vocab = logits_RV.shape
