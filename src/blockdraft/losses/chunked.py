@@ -19,7 +19,7 @@ from blockdraft.losses.objective import Objective
 from blockdraft.losses.pointwise import slot_losses
 from blockdraft.losses.targets import Distributions, SlotTargets
 
-# Two sizes, since two things want different ones. A product with the head reads all of the head, whatever the number of rows:
+# Two sizes. A product with the head reads all of the head, whatever the number of rows:
 # it needs some hundred rows to come near the processor's rate. A softmax passes over its rows several times: it wants
 # them in cache. So one buffer holds the logits of a chunk, and losses work their way through it in small steps.
 CHUNK_BYTES = 96 * 2**20
