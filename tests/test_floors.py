@@ -17,6 +17,7 @@ FLOORS = {
     "verifiers": 3,
     "checkpoints": 4,
     "decoding": 4,
+    "serving": 5,
     "training": 5,
     "pipeline": 6,
     "cli": 7,

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from blockdraft.errors import InputError
 
-CONTRACT_VERSION = 1
+CONTRACT_VERSION = 2  # 2: a window moves with the slot; in 1 it was measured from the anchor
 TAP_CONVENTION = "after_layers"  # tap i = residual stream after i decoder layers (vLLM's and Speculators' numbering)
 TAP_KIND = "residual_stream"  # never a branch before its residual add
 

@@ -54,9 +54,9 @@ CONFIGS = {
     "dflare": tiny_config("dflare"),
     "mixture": tiny_config("dflash", context_kv="separate"),
     "raw taps": tiny_config("dflare", standardise_taps=False),
-    "window": tiny_config("dflash", windows=(6, 6)),
+    "window": tiny_config("dflash", windows=(9, 9)),
     "causal": tiny_config("dflash", causal=(True, True)),
-    "layers that differ": tiny_config("dflash", windows=(6, None), causal=(True, False)),
+    "layers that differ": tiny_config("dflash", windows=(9, None), causal=(True, False)),
     "dspark": tiny_config("dspark"),
     "gated": tiny_config("dspark", sequential_head="gated", confidence_with_previous=False),
     "rnn on dflare": tiny_config("dflare", sequential_head="rnn", markov_rank=8),
@@ -239,7 +239,7 @@ def test_a_failed_save_leaves_the_old_checkpoint(
 
 def test_what_the_format_cannot_state_is_written_as_a_mixture(tiny_verifier: CausalVerifier, tmp_path: Path) -> None:
     """One causality and one window for all layers is all an engine would read; it must not take such a draft."""
-    for changes in ({"causal": (True, False)}, {"windows": (3, 7)}):
+    for changes in ({"causal": (True, False)}, {"windows": (9, 11)}):
         draft = tiny_draft(tiny_verifier, tiny_config("dflash", **changes))
         save_draft(tmp_path / "draft", draft, contract_of(draft, tiny_verifier), torch.float32, {})
         raw = json.loads((tmp_path / "draft" / CONFIG).read_text())

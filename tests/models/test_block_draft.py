@@ -16,9 +16,9 @@ from conftest import random_document, tiny_config, tiny_draft
 GRID = list(itertools.product(["projected", "layerwise"], ["shared", "separate"], [True, False]))
 VARIANTS = [
     {},
-    {"windows": (3, None)},
+    {"windows": (9, None)},
     {"causal": (True, True)},
-    {"windows": (5, 2), "causal": (False, True)},
+    {"windows": (12, 9), "causal": (False, True)},
 ]
 
 

@@ -22,7 +22,7 @@ def test_accepted_prefix_is_the_leading_run(k: int, seed: int) -> None:
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=40))
 def test_rounds_cover_a_reply_exactly(accepted: list[int]) -> None:
     first, last = 10, 10 + len(accepted)
-    rounds = walk_rounds(accepted, [7] * len(accepted), first, last)
+    rounds = walk_rounds(accepted, [(3,) * 7] * len(accepted), first, last)
     position = first
     for r in rounds:
         assert r.anchor == position
@@ -35,8 +35,14 @@ def test_a_reply_of_one_token_takes_no_round() -> None:
     assert walk_rounds([], [], 5, 5) == []
 
 
+def test_rounds_are_equal_when_they_proposed_the_same_tokens() -> None:
+    assert Round(4, (7, 8), 1) == Round(4, (7, 8), 1, agreed=2)
+    assert Round(4, (7, 8), 1) != Round(4, (7, 9), 1)
+    assert Round(4, (7, 8), 1) != Round(4, (7, 8), 0)
+
+
 def test_counts_derive_from_rounds() -> None:
-    counts = AcceptanceCounts.of([Round(0, 3, 3), Round(4, 3, 0), Round(5, 3, 1)], 3)
+    counts = AcceptanceCounts.of([Round(0, (7, 8, 9), 3), Round(4, (7, 8, 9), 0), Round(5, (7, 8, 9), 1)], 3)
     assert (counts.rounds, counts.proposed, counts.accepted) == (3, 9, 4)
     assert counts.accepted_per_position == (2, 1, 1)
     assert counts.acceptance_length == pytest.approx(1 + 4 / 3)

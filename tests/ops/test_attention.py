@@ -23,7 +23,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("block_size", [2, 7, 8])
-@pytest.mark.parametrize(("window", "causal"), [(None, False), (5, False), (None, True), (3, True)])
+@pytest.mark.parametrize(("window", "causal"), [(None, False), (9, False), (None, True), (10, True)])
 def test_equals_the_dense_twin(layout: str, block_size: int, window: int | None, causal: bool) -> None:
     documents = [random_document(length, start, i) for i, (length, start) in enumerate(LAYOUTS[layout])]
     row = pack_row(documents)
@@ -58,12 +58,12 @@ def test_equals_the_dense_twin(layout: str, block_size: int, window: int | None,
 def test_chunks_cover_every_block_once_and_its_whole_context(window: int | None) -> None:
     row = pack_row([random_document(63, 20, 0), random_document(40, 3, 1)])
     blocks = choose_anchors(row.loss_mask, row.lengths, max_anchors=0)
-    chunks = attention._chunks(blocks, window)
+    chunks = attention._chunks(blocks, 6, window)
     assert [i for chunk in chunks for i in range(chunk.part.start, chunk.part.stop)] == list(range(len(blocks)))
-    wanted = context_mask(blocks, 103, window)
+    wanted = context_mask(blocks, 103, 6, window)
     for chunk in chunks:
         assert len(set(blocks.starts[chunk.part].tolist())) == 1
-        assert torch.equal(~chunk.hidden, wanted[chunk.part, chunk.context])
+        assert torch.equal(~chunk.hidden, wanted[chunk.part, :, chunk.context])
         assert int(wanted[chunk.part].sum()) == int((~chunk.hidden).sum())
 
 

@@ -31,8 +31,8 @@ HEADS = [
 LAYERS = {
     "full": {},
     "causal": {"causal_block": True},
-    "sliding": {"sliding_window": 5, "sliding_window_non_causal": True},
-    "mixed": {"sliding_window": 5, "full_attention_indices": (1,)},
+    "sliding": {"sliding_window": 7, "sliding_window_non_causal": True},
+    "mixed": {"sliding_window": 7, "full_attention_indices": (1,)},
 }
 
 
@@ -102,7 +102,12 @@ def test_a_combination_trains_decodes_saves_and_reloads(
 
     most = contract.default_k
     assert most == (5 if from_anchor else 4)
-    for k, threshold in ((most, 0.0), (2, 0.0), *(((most, 0.2),) if confidence != "none" else ())):
+    plans = [(most, 0.0)]
+    if layers == "full":  # what a smaller K changes does not depend on the kind of layer
+        plans.append((2, 0.0))
+    if confidence != "none":
+        plans.append((most, 0.2))
+    for k, threshold in plans:
         engine = DecodingEngine(stage.verifier, draft, k, stage.sampling, threshold)
         drafted = engine.generate(PROMPTS, 2)
         assert text(drafted) == text(stage.plain)

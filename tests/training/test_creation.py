@@ -49,8 +49,8 @@ def test_a_preset_is_the_method_it_names(tiny_verifier: CausalVerifier, method: 
         ({"speculator_type": "dflare", "sequential_head": "markov"}, "blockdraft"),
         ({"speculator_type": "dspark", "sequential_head": "none"}, "dspark"),
         ({"causal_block": True}, "dflash"),
-        ({"sliding_window": 4, "full_attention_indices": (0,), "sliding_window_non_causal": True}, "dflash"),
-        ({"sliding_window": 4, "full_attention_indices": (0,)}, "blockdraft"),
+        ({"sliding_window": 9, "full_attention_indices": (0,), "sliding_window_non_causal": True}, "dflash"),
+        ({"sliding_window": 9, "full_attention_indices": (0,)}, "blockdraft"),
     ],
 )
 def test_a_named_socket_replaces_the_presets(tiny_verifier: CausalVerifier, changes: dict, method: str) -> None:

@@ -15,6 +15,7 @@ from blockdraft.contract import Contract
 from blockdraft.errors import InputError
 from blockdraft.folders import read_json, replacing, write_json
 from blockdraft.models.block_draft import BlockDraft
+from blockdraft.models.config import DraftConfig
 from blockdraft.models.fusion import ProjectedFusion
 from blockdraft.models.vocabulary import map_hash
 from blockdraft.runtime import dtype_name
@@ -54,9 +55,14 @@ def exported_tensors(draft: BlockDraft) -> dict[str, Tensor]:
     return named
 
 
+def read_checkpoint_facts(folder: Path) -> tuple[DraftConfig, Contract]:
+    """Shape and contract of a checkpoint, without its weights."""
+    return parse_config(_read_config(folder), f"{folder.name}/{CONFIG}")
+
+
 def read_contract(folder: Path) -> Contract:
     """The contract of a checkpoint, without its weights."""
-    return parse_config(_read_config(folder), f"{folder.name}/{CONFIG}")[1]
+    return read_checkpoint_facts(folder)[1]
 
 
 def load_draft(folder: Path, verifier: Verifier, dtype: torch.dtype) -> tuple[BlockDraft, Contract]:
@@ -65,7 +71,7 @@ def load_draft(folder: Path, verifier: Verifier, dtype: torch.dtype) -> tuple[Bl
     Raises:
         InputError: another verifier, a damaged file, or a config that contradicts itself; one line says which.
     """
-    config, contract = parse_config(_read_config(folder), f"{folder.name}/{CONFIG}")
+    config, contract = read_checkpoint_facts(folder)
     contract.require_verifier(verifier.identity, verifier.final_norm, verifier.logit_softcap)
     draft = BlockDraft(config)
     modules = {FILE_NAMES.get(name, name): name for name in draft.state_dict()}

@@ -23,19 +23,33 @@ def command(cls: type, run: Callable[[dict[str, Any], Path | None, bool], None])
     hints = typing.get_type_hints(cls)
     fields = dataclasses.fields(cls)
     panels = _panels(cls)
-    ordered = sorted(fields, key=_arguments_and_required_first)
+    ordered = sorted((f for f in fields if not _unparsed(f)), key=_arguments_and_required_first)
+    rest = next((field.name for field in fields if _unparsed(field)), None)
     parameters = [_parameter(field, hints[field.name], panels.get(field.name)) for field in ordered]
     parameters.append(_option("config", Path | None, None, "YAML or TOML recipe; flags given here win over it"))
     parameters.append(_option("json", bool, False, "print the result as one JSON object on stdout"))
+    if rest is not None:
+        parameters.append(inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context))
 
     def function(**values: Any) -> None:
         recipe, as_json = values.pop("config"), values.pop("json")
+        if rest is not None:
+            values[rest] = list(values.pop("context").args)
         given = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if v not in (None, [])}
         run(given, recipe, as_json)
 
     function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return function
+
+
+def takes_more(cls: type) -> bool:
+    """Whether words that are none of the command's own flags are handed on."""
+    return any(_unparsed(field) for field in dataclasses.fields(cls))
+
+
+def _unparsed(field: dataclasses.Field[Any]) -> bool:
+    return bool(field.metadata.get("unparsed"))
 
 
 def list_flags(cls: type) -> frozenset[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from blockdraft import __version__
-from blockdraft.cli.flags import command, list_flags, spread_lists
+from blockdraft.cli.flags import command, list_flags, spread_lists, takes_more
 from blockdraft.cli.verbs import VERBS, Verb
 from blockdraft.errors import BlockdraftError
 from blockdraft.progress import say
@@ -39,7 +39,8 @@ def make_app() -> typer.Typer:
     for name, verb in VERBS.items():
         examples = "\n\n".join(f"[dim]$[/dim] {example}" for example in verb.examples)
         help_text = f"{verb.settings.__doc__}\n\n[bold]Examples[/bold]\n\n{examples}"
-        app.command(name, help=help_text)(command(verb.settings, _runner(verb)))
+        more = {"allow_extra_args": True, "ignore_unknown_options": True} if takes_more(verb.settings) else {}
+        app.command(name, help=help_text, context_settings=more)(command(verb.settings, _runner(verb)))
 
     @app.command("version")
     def version() -> None:
@@ -61,6 +62,8 @@ def _runner(verb: Verb) -> Any:
             print(json.dumps(result, ensure_ascii=False))
         else:
             verb.display(result)
+        if result.get("faults"):  # the command worked, and what it examined failed
+            raise typer.Exit(1)
 
     return run
 

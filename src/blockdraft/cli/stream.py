@@ -9,7 +9,6 @@ from rich.text import Text
 
 from blockdraft.decoding.engine import Reply
 from blockdraft.pipeline.generate import generate as decode
-from blockdraft.pipeline.loading import Pair
 from blockdraft.settings import GenerateSettings
 
 DRAFTED = "bold green"
@@ -21,9 +20,9 @@ def generate(settings: GenerateSettings, as_json: bool) -> dict[str, Any]:
     streaming = not as_json and len(settings.prompt) == 1
     shown = 0
 
-    def show(pair: Pair, reply: Reply) -> None:
+    def show(tokenizer: Any, reply: Reply) -> None:
         nonlocal shown
-        for piece, drafted in pieces(pair.verifier.tokenizer, reply, shown):
+        for piece, drafted in pieces(tokenizer, reply, shown):
             console.print(Text(piece, DRAFTED if drafted and settings.show_drafts else ""), end="", soft_wrap=True)
         shown = len(reply.tokens)
         if reply.finish:

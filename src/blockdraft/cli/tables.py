@@ -91,6 +91,41 @@ def show_generation(result: dict[str, Any]) -> None:
     )
 
 
+def show_parity(result: dict[str, Any]) -> None:
+    """Each engine against the trainer's forward, stage by stage."""
+    console = _console()
+    table = Table(
+        title=f"Parity of a {result['method']} draft in {result['dtype']}: {result['prompts']} prompts, "
+        f"{result['reply_tokens']} reply tokens, vLLM {result['engine']}",
+        title_justify="left",
+    )
+    for name in ("K", "engine", "text", "proposed tokens", "agreed tokens", "engine counters", "acceptance length"):
+        table.add_column(name, justify="left" if name == "engine" else "right")
+    for k, found in result["k"].items():
+        for engine, stages in found["stages"].items():
+            cells = [_verdict(counts) for counts in stages.values()]
+            if engine == "vllm" and not found["blocks_recorded"]:
+                cells[1] = "no record"
+            if engine == "reference":
+                cells[-1] = ""
+            table.add_row(k, engine, *cells, f"{found['acceptance_length'][engine]:.3f}")
+    console.print(table)
+    for k, found in result["k"].items():
+        if first := found["first_fault"]:
+            console.print(
+                f"[bold red]K={k}: prompt {first['prompt'] + 1}, {first['stage']} of the {first['engine']} engine at "
+                f"position {first['position']}: {first['found']} where {first['wanted']} is right[/bold red]"
+            )
+    verdict = "what is served is what was trained" if not result["faults"] else f"{result['faults']} faults"
+    console.print(f"{verdict}; {result['machine']}")
+
+
+def _verdict(counts: dict[str, int]) -> str:
+    if counts["faults"]:
+        return f"[bold red]{counts['faults']} faults[/bold red]"
+    return f"{counts['ties']} near-ties" if counts["ties"] else "[green]equal[/green]"
+
+
 def show_quickstart(result: dict[str, Any]) -> None:
     """The short table, and what to try next."""
     console = _console()

@@ -94,6 +94,25 @@ VERBS: dict[str, Verb] = {
         (
             'blockdraft generate runs/draft/checkpoint_best "List five fruits." --show-drafts',
             "blockdraft generate runs/draft/checkpoint_best --data-path prompts.jsonl --batch-size 8 --json",
+            'blockdraft generate runs/draft/checkpoint_best "List five fruits." --engine vllm',
+        ),
+    ),
+    "serve": Verb(
+        s.ServeSettings,
+        _PIPELINE + "serve:serve",
+        _TABLES + "show_fields",
+        (
+            "blockdraft serve runs/draft/checkpoint_best",
+            "blockdraft serve runs/draft/checkpoint_best --k 3 --port 8100 --max-num-seqs 8 --max-model-len 2048",
+        ),
+    ),
+    "parity": Verb(
+        s.ParitySettings,
+        _PIPELINE + "parity:parity",
+        _TABLES + "show_parity",
+        (
+            "blockdraft parity runs/draft/checkpoint_best --dtype float32 --k 1 3 7",
+            "blockdraft parity runs/draft/checkpoint_best --endpoint http://127.0.0.1:8000 --record blocks.jsonl",
         ),
     ),
 }

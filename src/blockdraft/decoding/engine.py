@@ -44,22 +44,22 @@ class Reply:
     rounds: list[Round] = field(default_factory=list)
     finish: str | None = None
 
-    def take(self, accepted: Sequence[int], bonus: int, num_proposed: int | None, stops: StopRules) -> None:
-        """Append a round's accepted tokens and the verifier's own, up to where the reply ends.
+    def take(self, proposed: Sequence[int] | None, agreed: int, bonus: int, stops: StopRules) -> None:
+        """Append the proposed tokens that the verifier agreed with and its own, up to where the reply ends.
 
-        `num_proposed` is None where there is no draft: that is no round. A draft may propose nothing in a round.
+        `proposed` is None where there is no draft: that is no round. A draft may propose nothing in a round.
         """
         anchor = len(self.prompt) + len(self.tokens) - 1
         used = 0
-        for drafted, token in [*((True, token) for token in accepted), (False, bonus)]:
+        for drafted, token in [*((True, token) for token in (proposed or ())[:agreed]), (False, bonus)]:
             self.tokens.append(token)
             self.drafted.append(drafted)
             used += drafted
             self.finish = stops.reason(self)
             if self.finish:
                 break
-        if num_proposed is not None:
-            self.rounds.append(Round(anchor, num_proposed, used))
+        if proposed is not None:
+            self.rounds.append(Round(anchor, tuple(proposed), used, agreed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ class DecodingEngine:
         final = self._append(batch, torch.nn.utils.rnn.pad_sequence(rest, batch_first=True), widths)
         last = final[torch.arange(len(replies), device=device), widths - 1]
         for reply, token in zip(replies, self._next(self.verifier.logits(last)).tolist(), strict=True):
-            reply.take([], token, None, self.stops)
+            reply.take(None, 0, token, self.stops)
         return batch
 
     def _append(self, batch: _Batch, tokens_RW: Tensor, counts_R: Tensor) -> Tensor:
@@ -244,10 +244,14 @@ class DecodingEngine:
             )
             accepted_R, bonus_R = outcome.accepted, outcome.bonus
         self._commit(batch, states.taps, accepted_R + 1)
-        lengths = [None] * len(anchors_R) if proposal is None else proposal.lengths.tolist()
-        rows = zip(batch.replies, drafted_RK.tolist(), accepted_R.tolist(), bonus_R.tolist(), lengths, strict=True)
-        for reply, drafted, accepted, bonus, proposed in rows:
-            reply.take(drafted[:accepted], bonus, proposed, self.stops)
+        blocks: list[list[int] | None] = [None] * len(anchors_R)
+        if proposal is not None:
+            lengths = proposal.lengths.tolist()
+            blocks = [drafted[:length] for drafted, length in zip(drafted_RK.tolist(), lengths, strict=True)]
+        for reply, block, agreed, bonus in zip(
+            batch.replies, blocks, accepted_R.tolist(), bonus_R.tolist(), strict=True
+        ):
+            reply.take(block, agreed, bonus, self.stops)
 
     def _draft_probs(self, proposal: Proposal) -> Tensor:
         """What the proposed tokens were drawn from, over the verifier's vocabulary, [R, W, V]."""

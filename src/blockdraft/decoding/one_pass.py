@@ -60,6 +60,15 @@ def one_pass_acceptance(
     return results
 
 
+@torch.inference_mode()
+def document_proposals(verifier: Verifier, draft: BlockDraft, document: Document, k: int) -> dict[int, list[int]]:
+    """What the draft proposes after every token of a document's reply but the last, by position, K = k."""
+    tokens = torch.tensor(document.input_ids, device=verifier.device)
+    taps = verifier.states([tokens], draft.config.tap_ids)[0].taps
+    _, drafted, _ = _every_block(draft, document, taps, k, 0.0)
+    return {document.reply_start + i: block for i, block in enumerate(drafted.tolist())}
+
+
 def rounds_of_document(
     draft: BlockDraft,
     document: Document,
@@ -68,21 +77,30 @@ def rounds_of_document(
     confidence_threshold: float = 0.0,
 ) -> dict[int, list[Round]]:
     """The rounds that decoding a document's reply takes for every K, given the verifier's taps at its positions."""
-    row = pack_row([document])
-    tokens, positions = row.tokens.to(taps_TLE.device), row.positions.to(taps_TLE.device)
     first, last = document.reply_start, len(document.input_ids) - 1
-    blocks = choose_anchors(row.loss_mask.to(tokens.device), row.lengths.to(tokens.device), max_anchors=0)
-    taps = taps_TLE if torch.is_autocast_enabled(taps_TLE.device.type) else taps_TLE.to(draft.norm.weight.dtype)
     rounds = {}
     for k in ks:
-        accepted: list[int] = []
-        proposed: list[int] = []
-        if len(blocks):
-            hidden = draft.predicted(draft(taps, tokens, positions, blocks, draft.slots_for(k)))
-            drafted, lengths = propose_all(draft, hidden, tokens[blocks.anchors], confidence_threshold)
-            slots = blocks.anchors[:, None] + torch.arange(1, k + 1, device=tokens.device)
-            # Behind the reply there is nothing to agree with: -2 is no token, and not what stands for no proposal.
-            wanted = torch.where(slots <= last, tokens[slots.clamp(max=last)], -2)
-            accepted, proposed = accepted_prefix(drafted, wanted).tolist(), lengths.tolist()
-        rounds[k] = walk_rounds(accepted, proposed, first, last)
+        accepted, drafted, lengths = _every_block(draft, document, taps_TLE, k, confidence_threshold)
+        blocks = [block[:length] for block, length in zip(drafted.tolist(), lengths.tolist(), strict=True)]
+        rounds[k] = walk_rounds(accepted.tolist(), blocks, first, last)
     return rounds
+
+
+def _every_block(
+    draft: BlockDraft, document: Document, taps_TLE: Tensor, k: int, confidence_threshold: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One block after every token of the reply but the last: accepted [N], proposed ids [N, K], their lengths [N]."""
+    row = pack_row([document])
+    tokens, positions = row.tokens.to(taps_TLE.device), row.positions.to(taps_TLE.device)
+    last = len(document.input_ids) - 1
+    blocks = choose_anchors(row.loss_mask.to(tokens.device), row.lengths.to(tokens.device), max_anchors=0)
+    if not len(blocks):
+        none = tokens.new_empty(0)
+        return none, none.view(0, k), none
+    taps = taps_TLE if torch.is_autocast_enabled(taps_TLE.device.type) else taps_TLE.to(draft.norm.weight.dtype)
+    hidden = draft.predicted(draft(taps, tokens, positions, blocks, draft.slots_for(k)))
+    drafted, lengths = propose_all(draft, hidden, tokens[blocks.anchors], confidence_threshold)
+    slots = blocks.anchors[:, None] + torch.arange(1, k + 1, device=tokens.device)
+    # Behind the reply there is nothing to agree with: -2 is no token, and not what stands for no proposal.
+    wanted = torch.where(slots <= last, tokens[slots.clamp(max=last)], -2)
+    return accepted_prefix(drafted, wanted), drafted, lengths

@@ -9,15 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from blockdraft.models.block_draft import BlockDraft
+from blockdraft.models.heads import SequentialHead
 
 LOGIT_BYTES = 64 * 2**20  # float32 logits that a pass over many anchors holds at once
 
 Choose = Callable[[Tensor], Tensor]  # logits [..., Vd] -> draft ids [...]
+
+
+class Proposing(Protocol):
+    """What choosing tokens needs of a draft: BlockDraft has it, and so has the model that vLLM runs."""
+
+    @property
+    def sequential(self) -> SequentialHead | None: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+    def to_verifier_ids(self, draft_ids: Tensor) -> Tensor: ...
+
+    def confidence_logits(self, hidden: Tensor, previous: Tensor) -> Tensor | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +56,7 @@ def most_likely(logits: Tensor) -> Tensor:
 
 
 def propose(
-    draft: BlockDraft, hidden_RKD: Tensor, anchors_R: Tensor, choose: Choose = most_likely, threshold: float = 0.0
+    draft: Proposing, hidden_RKD: Tensor, anchors_R: Tensor, choose: Choose = most_likely, threshold: float = 0.0
 ) -> Proposal:
     """Choose tokens for predicted slots.
 
@@ -101,14 +116,14 @@ def propose_all(
     return tokens.masked_fill(unproposed, -1), lengths
 
 
-def _confidence(draft: BlockDraft, hidden: Tensor, previous: Tensor) -> Tensor:
+def _confidence(draft: Proposing, hidden: Tensor, previous: Tensor) -> Tensor:
     logits = draft.confidence_logits(hidden, previous)
     assert logits is not None, "a threshold needs a draft with a confidence head"
     return logits.sigmoid()
 
 
 def _confident_lengths(
-    draft: BlockDraft, hidden_RKD: Tensor, anchors_R: Tensor, tokens_RK: Tensor, threshold: float
+    draft: Proposing, hidden_RKD: Tensor, anchors_R: Tensor, tokens_RK: Tensor, threshold: float
 ) -> Tensor:
     if not threshold:
         return torch.full_like(anchors_R, tokens_RK.shape[1])

@@ -199,9 +199,11 @@ class BlockDraft(nn.Module):
         keys = torch.arange(cache.longest + block_size, device=cache.lengths.device)
         anchors = cache.lengths[:, None]
         context = keys < anchors
+        context = context[:, None].expand(-1, block_size, -1)
         if window is not None:
-            context = context & (keys >= anchors - window)
+            slots_at = anchors + torch.arange(block_size, device=keys.device)
+            context = context & (keys > (slots_at - window)[..., None])
         offsets = keys - anchors
         own = (offsets >= 0) & (offsets < block_size)
         slots = slot_mask(block_size, causal, keys.device)[:, offsets.clamp(0, block_size - 1)].transpose(0, 1)
-        return context[:, None] | (own[:, None] & slots)
+        return context | (own[:, None] & slots)

@@ -90,7 +90,7 @@ class DraftConfig:
     rope_parameters: dict[str, Any]
     max_position_embeddings: int
     windows: tuple[int | None, ...]
-    """By layer: context positions before the anchor that its slots see; None sees all."""
+    """By layer: a slot at position p sees nothing at or before p - window; None sees all."""
     causal: tuple[bool, ...]
     """By layer: whether a slot sees only the slots up to itself."""
 
@@ -119,7 +119,12 @@ class DraftConfig:
             entries = getattr(self, field)
             _require(len(entries) == self.num_layers, field, entries, f"needs one entry a layer, {self.num_layers}")
         for window in self.windows:
-            _require(window is None or window >= 1, "sliding_window", window, "must be 1 or more")
+            _require(
+                window is None or window > self.block_size,
+                "sliding_window",
+                window,
+                f"must be larger than the block size, {self.block_size}",
+            )
 
     def _check_taps_and_tokens(self) -> None:
         taps = list(self.tap_ids)

@@ -9,7 +9,7 @@ is distributed exactly as the verifier's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -64,26 +64,36 @@ def accept_sampled(
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round of decoding.
+    """One round of decoding. Two rounds are equal when they proposed the same tokens and delivered as many of them.
 
     Attributes:
         anchor: index of the anchor in the sequence.
-        proposed: drafted tokens.
+        drafted: the proposed tokens.
         accepted: drafted tokens that became part of the reply. Tokens beyond the end of a reply do not count, though
             the verifier may have agreed with them: nobody receives them.
+        agreed: drafted tokens that the verifier agreed with, those beyond the end included, as engines count; None
+            where only the reply is known.
     """
 
     anchor: int
-    proposed: int
+    drafted: tuple[int, ...]
     accepted: int
+    agreed: int | None = field(default=None, compare=False)
+
+    @property
+    def proposed(self) -> int:
+        """Number of drafted tokens."""
+        return len(self.drafted)
 
 
-def walk_rounds(accepted_at: Sequence[int], proposed_at: Sequence[int], first_anchor: int, last: int) -> list[Round]:
-    """The rounds that decoding takes, given how many drafted tokens would be accepted at each anchor.
+def walk_rounds(
+    accepted_at: Sequence[int], drafted_at: Sequence[Sequence[int]], first_anchor: int, last: int
+) -> list[Round]:
+    """The rounds that decoding takes, given what would be drafted and how much of it accepted at each anchor.
 
     Args:
         accepted_at: accepted tokens by anchor; entry i belongs to anchor `first_anchor + i`.
-        proposed_at: proposed tokens by anchor.
+        drafted_at: proposed tokens by anchor.
         first_anchor: index of the first token of the reply, which the prefill gives without a draft.
         last: index of the last token of the reply.
     """
@@ -91,7 +101,7 @@ def walk_rounds(accepted_at: Sequence[int], proposed_at: Sequence[int], first_an
     anchor = first_anchor
     while anchor < last:
         accepted = min(accepted_at[anchor - first_anchor], last - anchor)
-        rounds.append(Round(anchor, proposed_at[anchor - first_anchor], accepted))
+        rounds.append(Round(anchor, tuple(drafted_at[anchor - first_anchor]), accepted))
         anchor += accepted + 1
     return rounds
 

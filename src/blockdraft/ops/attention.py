@@ -49,7 +49,7 @@ def training_attention(
     """The attention of all layers of a kind over one packed row: FlexAttention on CUDA, chunks elsewhere.
 
     Args:
-        window: sliding window over the context, measured from the anchor; None sees the whole document.
+        window: sliding window over the context, which moves with the slot; None sees the whole document.
         causal: whether a slot sees only the slots up to itself.
     """
     if blocks.anchors.is_cuda:
@@ -64,7 +64,7 @@ class _Chunk:
     """Neighbouring blocks of one document and the stretch of context that they can see.
 
     Attributes:
-        hidden: True where a block does not see a position of the stretch, [n, width].
+        hidden: True where a slot does not see a position of the stretch, [n, B, width].
     """
 
     part: slice
@@ -75,13 +75,14 @@ class _Chunk:
 class ChunkedAttention:
     """`BlockAttention` by chunks of blocks; differentiable in all five tensors.
 
-    Every block needs at least one position of context, which `choose_anchors` grants: a reply follows a prompt.
+    Every slot needs at least one position of context. `choose_anchors` grants it, since a reply follows a prompt, and so
+    does a window that is larger than a block (`DraftConfig`).
     The softmax is float32 for half dtypes; the result has the dtype of the values.
     """
 
     def __init__(self, blocks: Blocks, block_size: int, window: int | None, causal: bool) -> None:
         self.block_size = block_size
-        self.chunks = _chunks(blocks, window)
+        self.chunks = _chunks(blocks, block_size, window)
         self.unseen = ~slot_mask(block_size, causal, blocks.anchors.device) if causal else None
         self._masks: dict[torch.dtype, list[Tensor]] = {}
 
@@ -91,7 +92,7 @@ class ChunkedAttention:
             self._masks[dtype] = [
                 torch.zeros(chunk.hidden.shape, dtype=dtype, device=chunk.hidden.device)
                 .masked_fill_(chunk.hidden, -torch.inf)
-                .repeat_interleave(self.block_size, dim=0)[None, None]
+                .flatten(0, 1)[None, None]
                 for chunk in self.chunks
             ]
         return self._masks[dtype]
@@ -224,7 +225,7 @@ def _own_scores(query: Tensor, key: Tensor, plan: ChunkedAttention) -> Tensor:
     return scores
 
 
-def _chunks(blocks: Blocks, window: int | None) -> list[_Chunk]:
+def _chunks(blocks: Blocks, block_size: int, window: int | None) -> list[_Chunk]:
     """Runs of neighbouring blocks of one document."""
     starts, anchors = blocks.starts.tolist(), blocks.anchors.tolist()
     chunks: list[_Chunk] = []
@@ -234,9 +235,9 @@ def _chunks(blocks: Blocks, window: int | None) -> list[_Chunk]:
             all_see = anchors[first] - starts[first]
             if anchors[index] - anchors[first] <= max(CHUNK_SPAN, CHUNK_SHARE * all_see):
                 continue
-        start = starts[first] if window is None else max(starts[first], anchors[first] - window)
+        start = starts[first] if window is None else max(starts[first], anchors[first] - window + 1)
         part, context = slice(first, index), slice(start, anchors[index - 1])
-        hidden = ~context_mask(blocks[part], context.stop, window)[:, context]
+        hidden = ~context_mask(blocks[part], context.stop, block_size, window)[..., context]
         chunks.append(_Chunk(part, context, hidden))
         first = index
     return chunks
@@ -261,7 +262,7 @@ def plain_attention(
     groups = num_heads // key_NBKH.shape[2]
     keys = torch.cat((context_key_TKH, key_NBKH.flatten(0, 1))).repeat_interleave(groups, dim=1)
     values = torch.cat((context_value_TKH, value_NBKH.flatten(0, 1))).repeat_interleave(groups, dim=1)
-    seen_context = context_mask(blocks, len(context_key_TKH), window)[:, None].expand(-1, block_size, -1)
+    seen_context = context_mask(blocks, len(context_key_TKH), block_size, window)
     own = torch.eye(num_blocks, dtype=torch.bool, device=keys.device)[:, None, :, None]
     seen_slots = own & slot_mask(block_size, causal, keys.device)[None, :, None, :]
     mask = torch.cat((seen_context, seen_slots.reshape(num_blocks, block_size, -1)), dim=-1).flatten(0, 1)

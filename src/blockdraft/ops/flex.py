@@ -29,7 +29,7 @@ def visibility(blocks: Blocks, row_length: int, block_size: int, window: int | N
         anchor = blocks.anchors[block]
         context = (key < row_length) & (key >= blocks.starts[block]) & (key < anchor)
         if window is not None:
-            context = context & (key >= anchor - window)
+            context = context & (key > anchor + slot - window)
         own = (key >= row_length) & ((key - row_length) // block_size == block)
         if causal:
             own = own & ((key - row_length) % block_size <= slot)

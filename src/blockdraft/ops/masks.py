@@ -8,16 +8,20 @@ from torch import Tensor
 from blockdraft.ops.anchors import Blocks
 
 
-def context_mask(blocks: Blocks, row_length: int, window: int | None) -> Tensor:
-    """Which context positions each block sees, bool [N, T].
+def context_mask(blocks: Blocks, row_length: int, block_size: int, window: int | None) -> Tensor:
+    """Which context positions each slot sees, bool [N, B, T].
 
-    Strictly before the anchor (the anchor's own verifier state does not exist yet when serving), inside the anchor's
-    document, and with a sliding window the last `window` of those, measured from the anchor for all slots.
+    Strictly before the anchor (the anchor's own verifier state does not exist yet when serving) and inside the anchor's
+    document. With a sliding window a slot at position p sees nothing at or before p - window: the window moves with the
+    slot, as it does in the attention of serving engines. (Speculators measures it from the anchor while training.)
     """
     positions = torch.arange(row_length, device=blocks.anchors.device)
     anchors = blocks.anchors[:, None]
-    seen = (positions >= blocks.starts[:, None]) & (positions < anchors)
-    return seen if window is None else seen & (positions >= anchors - window)
+    seen = ((positions >= blocks.starts[:, None]) & (positions < anchors))[:, None].expand(-1, block_size, -1)
+    if window is None:
+        return seen
+    slots = anchors + torch.arange(block_size, device=anchors.device)
+    return seen & (positions > (slots - window)[..., None])
 
 
 def slot_mask(block_size: int, causal: bool, device: torch.device | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""`blockdraft generate`: decode prompts with a draft in the reference engine."""
+"""`blockdraft generate`: decode prompts with a draft, in the reference engine or on a running vLLM server."""
 
 from __future__ import annotations
 
@@ -6,27 +6,40 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from blockdraft.data.prompts import read_prompts
+from transformers import AutoTokenizer
+
+from blockdraft.checkpoints.store import read_contract
+from blockdraft.data.prompts import Conversation, encode_prompt, read_prompts
 from blockdraft.decoding.engine import DecodingEngine, Reply
 from blockdraft.errors import InputError
 from blockdraft.ops.acceptance import AcceptanceCounts
-from blockdraft.pipeline.loading import Pair, encode_all, load_pair, require_confidence
+from blockdraft.pipeline.loading import encode_all, load_pair, require_confidence
+from blockdraft.pipeline.serve import servable_verifier
+from blockdraft.serving.client import EngineClient
 from blockdraft.settings import GenerateSettings
 
-Show = Callable[[Pair, Reply], None]
+Show = Callable[[Any, Reply], None]
+"""Called with the tokenizer and a reply that has grown."""
 
 
 def generate(settings: GenerateSettings, show: Show | None = None) -> dict[str, Any]:
     """Decode; `show` is called with a reply after each of its rounds."""
+    conversations = _conversations(settings)
+    return (_on_server if settings.engine == "vllm" else _in_process)(settings, conversations, show)
+
+
+def _conversations(settings: GenerateSettings) -> list[Conversation]:
     if bool(settings.prompt) == bool(settings.data_path):
         raise InputError("prompts", "none" if not settings.prompt else "two sources", "give prompts or --data-path")
     if settings.data_path:
-        conversations = read_prompts(settings.data_path, "--data-path")
-    else:
-        for number, prompt in enumerate(settings.prompt, start=1):
-            if not prompt.strip():
-                raise InputError(f"prompt {number}", "empty", "a prompt needs some text")
-        conversations = [[{"role": "user", "content": prompt}] for prompt in settings.prompt]
+        return read_prompts(settings.data_path, "--data-path")
+    for number, prompt in enumerate(settings.prompt, start=1):
+        if not prompt.strip():
+            raise InputError(f"prompt {number}", "empty", "a prompt needs some text")
+    return [[{"role": "user", "content": prompt}] for prompt in settings.prompt]
+
+
+def _in_process(settings: GenerateSettings, conversations: list[Conversation], show: Show | None) -> dict[str, Any]:
     pair = load_pair(settings)
     k = pair.contract.default_k if settings.k is None else settings.k
     if k:
@@ -34,20 +47,64 @@ def generate(settings: GenerateSettings, show: Show | None = None) -> dict[str, 
     require_confidence(pair, settings.confidence_threshold)
     prompts = encode_all(pair.verifier, conversations)
     engine = DecodingEngine(pair.verifier, pair.draft, k, settings, settings.confidence_threshold)
+    tokenizer = pair.verifier.tokenizer
     start = time.perf_counter()
-    replies = engine.generate(prompts, settings.batch_size, (lambda reply: show(pair, reply)) if show else None)
+    replies = engine.generate(prompts, settings.batch_size, (lambda reply: show(tokenizer, reply)) if show else None)
     seconds = time.perf_counter() - start
-    tokens = sum(len(reply.tokens) for reply in replies)
     counts = AcceptanceCounts.of([r for reply in replies for r in reply.rounds], k)
+    return {**_result(replies, tokenizer, seconds), "k": k, "acceptance_length": counts.acceptance_length}
+
+
+def _on_server(settings: GenerateSettings, conversations: list[Conversation], show: Show | None) -> dict[str, Any]:
+    """One prompt after the other on a running server; the verifier's weights are not loaded here.
+
+    Acceptance is from the server's counters, so other traffic would be counted in.
+    """
+    unknown = {"--k": settings.k, "--show-drafts": settings.show_drafts or None,
+               "--confidence-threshold": settings.confidence_threshold or None}  # fmt: skip
+    for flag, value in unknown.items():
+        if value is not None:
+            raise InputError(flag, value, "the running server decides; leave it out with --engine vllm")
+    contract = read_contract(settings.checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(servable_verifier(contract, settings.verifier_name_or_path))
+    prompts = [encode_prompt(tokenizer, conversation) for conversation in conversations]
+    sampling = {
+        "max_tokens": settings.max_new_tokens, "temperature": settings.temperature, "top_p": settings.top_p,
+        "top_k": settings.top_k, "seed": settings.seed, "stop": list(settings.stop), "ignore_eos": settings.ignore_eos,
+    }  # fmt: skip
+    stop_ids = [] if settings.ignore_eos or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    replies = []
+    with EngineClient(settings.endpoint) as client:
+        before, start = client.counters(), time.perf_counter()
+        for index, prompt in enumerate(prompts):
+            reply = Reply(index, prompt, settings.max_new_tokens)
+            for tokens in client.stream(prompt, stop_ids, **sampling):
+                reply.tokens += tokens
+                reply.drafted += [False] * len(tokens)
+                if show:
+                    show(tokenizer, reply)
+            reply.finish = "length" if len(reply.tokens) >= reply.limit else "stop"
+            if show:
+                show(tokenizer, reply)
+            replies.append(reply)
+        seconds, after = time.perf_counter() - start, client.counters()
+    drafts = after["drafts"] - before["drafts"]
     return {
-        "k": k,
+        **_result(replies, tokenizer, seconds),
+        "k": (after["proposed"] - before["proposed"]) // drafts if drafts else 0,
+        "acceptance_length": 1 + (after["accepted"] - before["accepted"]) / drafts if drafts else 1.0,
+    }
+
+
+def _result(replies: list[Reply], tokenizer: Any, seconds: float) -> dict[str, Any]:
+    tokens = sum(len(reply.tokens) for reply in replies)
+    return {
         "tokens": tokens,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
-        "acceptance_length": counts.acceptance_length,
         "replies": [
             {
-                "text": pair.verifier.tokenizer.decode(reply.tokens, skip_special_tokens=True),
+                "text": tokenizer.decode(reply.tokens, skip_special_tokens=True),
                 "finish": reply.finish,
                 "tokens": reply.tokens,
                 "rounds": len(reply.rounds),

@@ -9,6 +9,7 @@ from blockdraft.settings.base import build, flag_name, read_recipe, resolved
 from blockdraft.settings.common import CheckpointSettings, ComputeSettings, SamplingSettings, VerifierSettings
 from blockdraft.settings.data import ConvertSettings, PrepareSettings, RegenerateSettings
 from blockdraft.settings.draft import DEFAULT_LOSS, DEFAULT_NUM_TAPS, DraftSettings, ObjectiveSettings
+from blockdraft.settings.serving import ParitySettings, ServeSettings
 from blockdraft.settings.training import TrainSettings
 from blockdraft.settings.using import EvaluateSettings, GenerateSettings, QuickstartSettings
 
@@ -22,10 +23,12 @@ __all__ = [
     "EvaluateSettings",
     "GenerateSettings",
     "ObjectiveSettings",
+    "ParitySettings",
     "PrepareSettings",
     "QuickstartSettings",
     "RegenerateSettings",
     "SamplingSettings",
+    "ServeSettings",
     "TrainSettings",
     "VerifierSettings",
     "build",

@@ -24,6 +24,11 @@ def required(help: str, argument: bool = False) -> Any:
     return dataclasses.field(metadata={"help": help, "argument": argument})
 
 
+def unparsed(help: str) -> Any:
+    """A field for the command-line words that are none of the command's own flags."""
+    return dataclasses.field(default=(), metadata={"help": help, "argument": True, "unparsed": True})
+
+
 def flag_name(field_name: str) -> str:
     """The command-line spelling of a field."""
     return "--" + field_name.replace("_", "-")

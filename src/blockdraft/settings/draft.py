@@ -49,7 +49,7 @@ class DraftSettings:
     draft_vocab_size: int | None = setting(
         None, "propose only so many tokens, those most frequent in the replies; default: the verifier's vocabulary"
     )
-    sliding_window: int | None = setting(None, "context positions before the anchor that sliding layers see")
+    sliding_window: int | None = setting(None, "sliding layers see so many positions back from each slot")
     full_attention_indices: tuple[int, ...] = setting((), "layers that see the whole context despite --sliding-window")
     sliding_window_non_causal: bool = setting(
         False, "slots of sliding layers see their whole block, not only what is before them"

@@ -33,7 +33,7 @@ class EvaluateSettings(CheckpointSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateSettings(CheckpointSettings, SamplingSettings):
-    """Decode prompts with a draft in the reference engine."""
+    """Decode prompts with a draft, in the reference engine or on a running vLLM server."""
 
     checkpoint: Path = required("folder of the draft", argument=True)
     prompt: tuple[str, ...] = setting((), "prompts", argument=True)
@@ -42,12 +42,15 @@ class GenerateSettings(CheckpointSettings, SamplingSettings):
     k: int | None = setting(None, "tokens proposed a round; default: the trained number; 0 decodes without the draft")
     batch_size: int = setting(1, "prompts decoded together")
     confidence_threshold: float = setting(0.0, CONFIDENCE_HELP)
+    engine: str = setting("reference", "reference, or vllm: the server at --endpoint")
+    endpoint: str = setting("http://127.0.0.1:8000", "where the server is, with --engine vllm")
     show_drafts: bool = setting(False, "colour the tokens that the draft proposed and the verifier accepted")
 
     def __post_init__(self) -> None:
         ComputeSettings.__post_init__(self)
         SamplingSettings.__post_init__(self)
         at_least(self, 1, "batch_size")
+        one_of(self, "engine", ("reference", "vllm"))
         _check_threshold(self.confidence_threshold)
 
 

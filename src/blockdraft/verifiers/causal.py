@@ -8,7 +8,6 @@ not believed but proved when the model is loaded (`prove`).
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -16,16 +15,13 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from blockdraft.contract import VerifierIdentity
 from blockdraft.errors import InputError
 from blockdraft.ops.head import head_logits
 from blockdraft.ops.prefix import shared_prefix
 from blockdraft.ops.ragged_kv import RaggedKV
 from blockdraft.verifiers.attention import register
 from blockdraft.verifiers.base import LayerShape, States, VerifierCache
-
-# Final norms that multiply by (1 + w). Everything else with "RMSNorm" in its class multiplies by w.
-_PLUS_ONE_TYPES = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text", "recurrent_gemma", "qwen3_5", "qwen3_5_text"})
+from blockdraft.verifiers.identity import final_norm_of, identity_of, softcap_of
 
 GREEDY_ROWS = 128  # positions whose logits exist at once when only the likeliest token is wanted
 
@@ -58,8 +54,8 @@ class CausalVerifier:
             raise InputError("verifier", name, "its output head has a bias, which drafts of this family cannot share")
         self.embedding_VE = cast(Tensor, model.get_input_embeddings().weight)
         self.head_VE: Tensor = head.weight
-        self.logit_softcap: float | None = getattr(config, "final_logit_softcapping", None)
-        self.final_norm = "rms_plus_one" if config.model_type in _PLUS_ONE_TYPES else "rms"
+        self.logit_softcap = softcap_of(config)
+        self.final_norm = final_norm_of(config)
         self.context_length: int = config.max_position_embeddings
         self.stop_ids = _stop_ids(model, tokenizer)
         self._window: int | None = getattr(config, "sliding_window", None)
@@ -68,15 +64,7 @@ class CausalVerifier:
         if set(layer_types) - {"full_attention", "sliding_attention"}:
             raise InputError("verifier", name, f"layer types {sorted(set(layer_types))} are not supported")
         model.set_attn_implementation(register())
-        self.identity = VerifierIdentity(
-            name=name,
-            architecture=type(model).__name__,
-            hidden_size=config.hidden_size,
-            num_layers=len(self._layers),
-            vocab_size=self.head_VE.shape[0],
-            tokenizer_hash=_tokenizer_hash(tokenizer),
-            norms_hash=_norms_hash(model),
-        )
+        self.identity = identity_of(model, tokenizer, name)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -230,19 +218,3 @@ def _stop_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
     named = getattr(model.generation_config, "eos_token_id", None)
     ids = list(named) if isinstance(named, (list, tuple)) else [named]
     return frozenset(token for token in [*ids, tokenizer.eos_token_id] if token is not None)
-
-
-def _tokenizer_hash(tokenizer: Any) -> str:
-    digest = hashlib.sha256()
-    for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
-        digest.update(f"{index}\t{token}\n".encode())
-    return digest.hexdigest()[:16]
-
-
-def _norms_hash(model: PreTrainedModel) -> str:
-    digest = hashlib.sha256()
-    for name, weight in sorted(model.get_decoder().named_parameters()):
-        if weight.ndim == 1 and name.endswith("norm.weight"):
-            digest.update(name.encode())
-            digest.update(weight.detach().to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()[:16]

@@ -1,0 +1,200 @@
+"""`blockdraft parity`: trainer, reference engine and vLLM on the same prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from blockdraft.decoding.engine import DecodingEngine, Reply
+from blockdraft.decoding.identity import differences, tie_bound
+from blockdraft.decoding.one_pass import document_proposals
+from blockdraft.decoding.slot_gaps import SlotGaps
+from blockdraft.errors import InputError
+from blockdraft.ops.acceptance import AcceptanceCounts, Round
+from blockdraft.pipeline.loading import Pair, encode_all, heldout_or_file, load_pair
+from blockdraft.pipeline.serve import servable_verifier
+from blockdraft.progress import progress, say
+from blockdraft.records import Document
+from blockdraft.runtime import dtype_name, machine_description
+from blockdraft.serving.client import EngineClient, Served
+from blockdraft.serving.launcher import engine_environment, needs_v1_runner, on_processors, speculative_config
+from blockdraft.serving.offline import Decoded, Request, decode
+from blockdraft.serving.parity import (
+    STAGES,
+    Finding,
+    blocks_of,
+    compare_counters,
+    compare_reply,
+    served_rounds,
+    text_finding,
+)
+from blockdraft.serving.plugin import require_servable
+from blockdraft.serving.record import Blocks, read
+from blockdraft.settings import ParitySettings, SamplingSettings, resolved
+
+
+def parity(settings: ParitySettings) -> dict[str, Any]:
+    """Compare; `faults` of the result is 0 when what is served is what was trained."""
+    conversations = heldout_or_file(settings.data_path, settings.workload, settings.max_prompts)
+    pair = load_pair(settings)
+    ks = settings.k or (pair.contract.default_k,)
+    for k in ks:
+        pair.contract.require_k(k)
+    prompts = encode_all(pair.verifier, conversations)
+    sampling = SamplingSettings(max_new_tokens=settings.max_new_tokens)
+    engine = DecodingEngine(pair.verifier, None, 0, sampling)
+    with progress("the verifier alone", len(prompts)) as advance:
+        plain = engine.generate(prompts, settings.max_num_seqs, on_done=advance)
+    exact = pair if pair.verifier.dtype == torch.float32 else load_pair(_in_float32(settings))
+    stage = _Stage(settings, pair, exact, prompts, sampling, plain, tie_bound(exact.verifier, pair.verifier, plain))
+    results = {str(k): stage.compare(k) for k in ks}
+    return {
+        "checkpoint": str(settings.checkpoint),
+        "method": pair.contract.method,
+        "dtype": dtype_name(pair.verifier.dtype),
+        "prompts": len(prompts),
+        "reply_tokens": sum(len(reply.tokens) for reply in plain),
+        "engine": settings.endpoint or "in process",
+        "k": results,
+        "faults": sum(result["faults"] for result in results.values()),
+        "machine": machine_description(),
+        "settings": resolved(settings),
+    }
+
+
+def _in_float32(settings: ParitySettings) -> ParitySettings:
+    return dataclasses.replace(settings, dtype="float32")
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """What comparisons for every K share."""
+
+    settings: ParitySettings
+    pair: Pair
+    exact: Pair
+    prompts: list[list[int]]
+    sampling: SamplingSettings
+    plain: list[Reply]
+    bound: float
+
+    def compare(self, k: int) -> dict[str, Any]:
+        """All three ways with K = k."""
+        engine = DecodingEngine(self.pair.verifier, self.pair.draft, k, self.sampling)
+        with progress(f"reference engine, K={k}", len(self.prompts)) as advance:
+            drafted = engine.generate(self.prompts, self.settings.max_num_seqs, on_done=advance)
+        reference = [
+            Served(str(reply.index), reply.tokens, [step.agreed or 0 for step in reply.rounds]) for reply in drafted
+        ]
+        own = [{step.anchor: list(step.drafted) for step in reply.rounds} for reply in drafted]
+        findings = self._judge("reference", reference, own, k)
+        say(f"vLLM, K={k}")
+        served = self._served(k)
+        blocks = [blocks_of(reply, served.blocks) for reply in served.replies] if served.blocks else None
+        findings += self._judge("vllm", served.replies, blocks, k)
+        findings += compare_counters(served.replies, served.counters, k)
+        return self._result(findings, reference, served, k)
+
+    def _judge(self, engine: str, replies: list[Served], blocks: list[Blocks] | None, k: int) -> list[Finding]:
+        """An engine's replies against the verifier's own text and the trainer's forward."""
+        texts = [
+            Reply(index, prompt, self.sampling.max_new_tokens, list(reply.tokens))
+            for index, (prompt, reply) in enumerate(zip(self.prompts, replies, strict=True))
+        ]
+        found = differences(self.exact.verifier, self.plain, texts, self.bound)
+        findings = [text_finding(engine, len(self.prompts[each.prompt]), each) for each in found]
+        with progress(f"block by block, {engine}, K={k}", len(texts)) as advance:
+            for text, reply in zip(texts, replies, strict=True):
+                document = Document(str(text.index), text.prompt + text.tokens, len(text.prompt), "length")
+                proposals = document_proposals(self.pair.verifier, self.pair.draft, document, k)
+                gaps = SlotGaps(self.exact, self.pair, document, proposals) if self.bound else None
+                findings += compare_reply(
+                    engine,
+                    text.index,
+                    text.prompt,
+                    reply,
+                    proposals,
+                    blocks[text.index] if blocks is not None else None,
+                    gaps.gap if gaps else lambda *_: None,
+                    gaps.bound if gaps else 0.0,
+                )
+                advance()
+        return findings
+
+    def _served(self, k: int) -> Decoded:
+        settings, contract = self.settings, self.pair.contract
+        if settings.endpoint:
+            return self._from_server(settings.endpoint)
+        cpu = on_processors()
+        v1_runner = needs_v1_runner(contract, cpu)
+        require_servable(self.pair.draft.config, contract, v1_runner)
+        room = max(len(prompt) for prompt in self.prompts) + settings.max_new_tokens
+        request = Request(
+            verifier=servable_verifier(contract, settings.verifier_name_or_path),
+            prompts=self.prompts,
+            stop_ids=sorted(self.pair.verifier.stop_ids),
+            max_tokens=settings.max_new_tokens,
+            dtype=dtype_name(self.pair.verifier.dtype),
+            max_num_seqs=settings.max_num_seqs,
+            # Blocks reach beyond the last token, and the engine stops drafting where its context ends.
+            max_model_len=min(room + 2 * contract.block_size, self.pair.verifier.context_length),
+            speculative=speculative_config(settings.checkpoint.resolve(), contract, k, v1_runner),
+        )
+        return decode(request, engine_environment(settings.threads, cpu, v1_runner))
+
+    def _from_server(self, url: str) -> Decoded:
+        stop_ids = sorted(self.pair.verifier.stop_ids)
+        with EngineClient(url) as client:
+            before = client.counters()
+            with ThreadPoolExecutor(self.settings.max_num_seqs) as pool:
+                futures = [
+                    pool.submit(
+                        client.complete, prompt, stop_ids, max_tokens=self.sampling.max_new_tokens, temperature=0
+                    )
+                    for prompt in self.prompts
+                ]
+                replies = [future.result() for future in futures]
+            after = client.counters()
+        if not any(reply.agreed for reply in replies):
+            raise InputError("--endpoint", url, "it serves no draft, or not with --per-request-spec-decode-metrics")
+        counters = {name: after[name] - before[name] for name in after}
+        return Decoded(replies, counters, read(self.settings.record) if self.settings.record else {})
+
+    def _result(self, findings: list[Finding], reference: list[Served], served: Decoded, k: int) -> dict[str, Any]:
+        counted = served.counters
+        faults = [finding for finding in findings if not finding.tie]
+        return {
+            "stages": {
+                engine: {
+                    stage: {
+                        "ties": sum(f.engine == engine and f.stage == stage and f.tie for f in findings),
+                        "faults": sum(f.engine == engine and f.stage == stage for f in faults),
+                    }
+                    for stage in STAGES
+                }
+                for engine in ("reference", "vllm")
+            },
+            "blocks": sum(len(reply.agreed) for reply in served.replies),
+            "blocks_recorded": bool(served.blocks),
+            "acceptance_length": {
+                "reference": self._length(reference, k),
+                "vllm": self._length(served.replies, k),
+                "vllm_counters": 1 + counted["accepted"] / counted["drafts"] if counted["drafts"] else 1.0,
+            },
+            "faults": len(faults),
+            "ties": len(findings) - len(faults),
+            "first_fault": dataclasses.asdict(faults[0]) if faults else None,
+        }
+
+    def _length(self, replies: list[Served], k: int) -> float:
+        """Acceptance length over what was delivered, as everywhere in blockdraft."""
+        rounds = [
+            Round(step.anchor, (0,) * k, step.delivered)
+            for prompt, reply in zip(self.prompts, replies, strict=True)
+            for step in served_rounds(len(prompt), reply)
+        ]
+        return AcceptanceCounts.of(rounds, k).acceptance_length

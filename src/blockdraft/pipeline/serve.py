@@ -1,0 +1,67 @@
+"""`blockdraft serve`: check the pair, then become `vllm serve`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from blockdraft.checkpoints.store import read_checkpoint_facts
+from blockdraft.contract import Contract
+from blockdraft.errors import InputError
+from blockdraft.progress import say
+from blockdraft.runtime import dtype_name, has_fast_bfloat16, resolve_dtype
+from blockdraft.serving.launcher import Launch, launch
+from blockdraft.settings import ServeSettings
+from blockdraft.verifiers.identity import read_identity
+from blockdraft.verifiers.loading import is_gguf
+
+
+def serve(settings: ServeSettings) -> dict[str, Any]:
+    """Serve until stopped: this process becomes the server, so that signals reach it. Returns for a dry run only."""
+    plan = planned(settings)
+    say(f"blockdraft: {plan.summary}")
+    if settings.dry_run:
+        return {"command": plan.command, "environment": plan.environment, "url": plan.url}
+    sys.stdout.flush()
+    os.execvpe(plan.command[0], plan.command, {**os.environ, **plan.environment})
+
+
+def planned(settings: ServeSettings) -> Launch:
+    """Everything that can be refused is refused here, before the engine loads anything."""
+    config, contract = read_checkpoint_facts(settings.checkpoint)
+    verifier = servable_verifier(contract, settings.verifier_name_or_path)
+    k = contract.default_k if settings.k is None else settings.k
+    contract.require_k(k)
+    contract.require_verifier(*read_identity(verifier))
+    return launch(
+        settings.checkpoint.resolve(),
+        config,
+        contract,
+        verifier,
+        k=k,
+        dtype=served_dtype(settings.dtype, contract),
+        host=settings.host,
+        port=settings.port,
+        threads=settings.threads,
+        record=settings.record,
+        engine_arguments=settings.engine_arguments,
+    )
+
+
+def servable_verifier(contract: Contract, given: str | None) -> str:
+    """The verifier's folder or hub id; a GGUF file is refused, since drafts are served on unpacked weights."""
+    name = given or contract.verifier.name
+    if is_gguf(name):
+        raise InputError(
+            "--verifier-name-or-path", name, "vLLM takes a folder; unpack it first: blockdraft convert, then name that"
+        )
+    return str(Path(name).resolve()) if Path(name).is_dir() else name
+
+
+def served_dtype(name: str, contract: Contract) -> str:
+    """ "auto" is what the draft was trained in, where this machine is fast in it."""
+    if name == "auto":
+        name = "bfloat16" if contract.compute_dtype == "bfloat16" and has_fast_bfloat16() else "float32"
+    return dtype_name(resolve_dtype(name))

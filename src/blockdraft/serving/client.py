@@ -1,0 +1,138 @@
+"""A client of a running vLLM server: completions by token ids, streamed text, and the engine's counters."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import httpx2 as httpx
+
+from blockdraft.errors import BlockdraftError, InputError
+
+COUNTERS = {
+    "drafts": "vllm:spec_decode_num_drafts_total",
+    "proposed": "vllm:spec_decode_num_draft_tokens_total",
+    "accepted": "vllm:spec_decode_num_accepted_tokens_total",
+}
+TIMEOUT_SECONDS = 600.0  # for one request: a long reply on a processor
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A reply of the engine.
+
+    Attributes:
+        request: the engine's request id.
+        tokens: token ids of the reply, the end-of-turn id included if it came.
+        agreed: drafted tokens that the verifier agreed with, round by round, also those behind the reply's end.
+    """
+
+    request: str
+    tokens: list[int]
+    agreed: list[int]
+
+
+class EngineClient:
+    """Speaks the OpenAI-compatible interface of one server.
+
+    Args:
+        url: such as http://127.0.0.1:8000.
+
+    Raises:
+        InputError: nobody answers there.
+    """
+
+    def __init__(self, url: str, field: str = "--endpoint") -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._http = httpx.Client(base_url=self.url, timeout=TIMEOUT_SECONDS, trust_env=False)
+        try:
+            answer = self._http.get("/v1/models")
+            self.model: str = answer.raise_for_status().json()["data"][0]["id"]
+        except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
+            raise InputError(field, url, f"no vLLM server answers there ({error or type(error).__name__})") from None
+
+    def __enter__(self) -> EngineClient:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._http.close()
+
+    def complete(self, prompt: list[int], stop_ids: list[int], **sampling: Any) -> Served:
+        """Decode one prompt of token ids.
+
+        Args:
+            sampling: max_tokens, temperature, top_p, top_k, seed, stop, ignore_eos.
+        """
+        body = {"prompt": prompt, "return_token_ids": True, "stop_token_ids": stop_ids, **sampling}
+        answer = self._post(body).json()
+        choice = answer["choices"][0]
+        measured = (answer.get("metrics") or {}).get("speculative_decoding") or {}
+        return Served(answer["id"], list(choice["token_ids"]), list(measured.get("per_step_accepted") or []))
+
+    def stream(self, prompt: list[int], stop_ids: list[int], **sampling: Any) -> Iterator[list[int]]:
+        """Token ids of one reply, as many at a time as the server sends."""
+        body = {
+            "model": self.model,
+            "prompt": prompt,
+            "return_token_ids": True,
+            "stop_token_ids": stop_ids,
+            "stream": True,
+            **sampling,
+        }
+        with self._http.stream("POST", "/v1/completions", json=body) as answer:
+            if answer.is_error:
+                answer.read()
+                raise self._failure(answer)
+            for line in answer.iter_lines():
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                event = json.loads(line[len("data: ") :])
+                if "error" in event:
+                    raise BlockdraftError(f"the server at {self.url} stopped: {event['error'].get('message')}")
+                for choice in event["choices"]:
+                    if choice.get("token_ids"):
+                        yield list(choice["token_ids"])
+
+    def counters(self) -> dict[str, int]:
+        """The engine's own counts of drafts, proposed and accepted tokens since it started; 0 without a draft."""
+        text = self._http.get("/metrics").raise_for_status().text
+        return {
+            name: int(sum(float(value) for value in re.findall(rf"^{re.escape(metric)}(?:{{.*}})? (\S+)$", text, re.M)))
+            for name, metric in COUNTERS.items()
+        }
+
+    def _post(self, body: dict[str, Any]) -> httpx.Response:
+        answer = self._http.post("/v1/completions", json={"model": self.model, **body})
+        if answer.is_error:
+            raise self._failure(answer)
+        return answer
+
+    def _failure(self, answer: httpx.Response) -> BlockdraftError:
+        return BlockdraftError(f"the server at {self.url} refused ({answer.status_code}): {answer.text[:300]}")
+
+
+def wait_until_ready(url: str, alive: Any, seconds: float) -> None:
+    """Wait until a server is healthy.
+
+    Args:
+        alive: called between tries; False ends the waiting.
+
+    Raises:
+        BlockdraftError: it ended, or took longer than `seconds`.
+    """
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if not alive():
+            raise BlockdraftError(f"the server for {url} ended before it was ready")
+        try:
+            if httpx.get(f"{url}/health", timeout=2, trust_env=False).is_success:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.3)
+    raise BlockdraftError(f"the server at {url} was not ready after {seconds:.0f} s")

@@ -1,0 +1,141 @@
+"""From a checkpoint to a running `vllm serve`: arguments, environment, one line that says what is served."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from blockdraft.contract import Contract
+from blockdraft.errors import InputError
+from blockdraft.models.config import DraftConfig
+from blockdraft.serving.cpu_wheel import NAME, WHEEL, installed
+from blockdraft.serving.plugin import KNOWN_ENGINES, require_servable
+from blockdraft.serving.record import RECORD_PATH
+
+OURS = ("--speculative-config", "-sc", "--model", "--tokenizer", "--dtype", "--host", "--port")
+CPU_CACHE_GIB = 1  # key/value cache on processors where nobody says otherwise; vLLM would take half of the memory
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A server that is ready to be started.
+
+    Attributes:
+        command: argument vector.
+        environment: variables to add to the caller's own.
+        summary: which verifier, method, K, windows and port, in a line.
+    """
+
+    command: list[str]
+    environment: dict[str, str]
+    summary: str
+    url: str = field(default="")
+
+
+def require_engine() -> str:
+    """The engine's version; refuses a missing, unknown or half-installed vLLM."""
+    wheel = installed(WHEEL)
+    version = installed(NAME)
+    if version is None and wheel is None:
+        raise InputError(
+            "vllm", "not installed", "run `pip install 'blockdraft[serve]'` (CUDA) or `make serve-cpu` (processors)"
+        )
+    if version is None:
+        raise InputError(
+            WHEEL, f"{wheel} without the metadata of vllm", "run `python -m blockdraft.serving.cpu_wheel` once"
+        )
+    if not version.startswith(tuple(f"{known}." for known in KNOWN_ENGINES)):
+        known = ", ".join(f"{each}.*" for each in KNOWN_ENGINES)
+        raise InputError("vllm", version, f"this blockdraft serves through vLLM {known}; install one of these")
+    return version
+
+
+def on_processors() -> bool:
+    """Whether the installed engine is the one for processors."""
+    return "cpu" in require_engine()
+
+
+def method_of(contract: Contract, v1_runner: bool) -> str:
+    """The engine's method for a draft: its own dspark where the runner has it, else dflash."""
+    return "dspark" if contract.method == "dspark" and not v1_runner else "dflash"
+
+
+def speculative_config(folder: Path, contract: Contract, k: int, v1_runner: bool) -> dict[str, object]:
+    """What `--speculative-config` gets."""
+    return {"model": str(folder), "method": method_of(contract, v1_runner), "num_speculative_tokens": k}
+
+
+def engine_environment(threads: int, cpu: bool, v1_runner: bool) -> dict[str, str]:
+    """Variables for the engine: quiet threads on processors, the runner that the draft needs, no usage report."""
+    variables = {"VLLM_NO_USAGE_STATS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+    if cpu:
+        # Bound to cores, two engines (or an engine and its client) would be bound to the same ones.
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        variables["OMP_NUM_THREADS"] = str(threads or os.cpu_count() or 1)
+        variables["VLLM_CPU_KVCACHE_SPACE"] = str(CPU_CACHE_GIB)
+    elif v1_runner:
+        variables["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    return {name: os.environ.get(name, value) for name, value in variables.items()}
+
+
+def needs_v1_runner(contract: Contract, cpu: bool) -> bool:
+    """Whether the engine must use (processors: uses) its V1 runner for this draft."""
+    plain = contract.method in ("dflash", "dspark") and contract.sequential_head in ("none", "markov")
+    return cpu or not plain
+
+
+def launch(
+    folder: Path,
+    config: DraftConfig,
+    contract: Contract,
+    verifier: str,
+    *,
+    k: int,
+    dtype: str,
+    host: str,
+    port: int,
+    threads: int = 0,
+    record: Path | None = None,
+    engine_arguments: Sequence[str] = (),
+) -> Launch:
+    """Plan `vllm serve` for a checkpoint; refuses what cannot work before anything is started."""
+    cpu = on_processors()
+    v1_runner = needs_v1_runner(contract, cpu)
+    require_servable(config, contract, v1_runner)
+    for argument in engine_arguments:
+        if argument.split("=")[0] in OURS:
+            raise InputError(argument, "engine flag", "blockdraft serve sets it itself; use its own flags")
+    require_free(host, port)
+    speculative = speculative_config(folder, contract, k, v1_runner)
+    command = [
+        *(str(Path(sys.executable).with_name("vllm")), "serve", verifier),
+        *("--dtype", dtype, "--host", host, "--port", str(port)),
+        *("--speculative-config", json.dumps(speculative)),
+        *("--per-request-spec-decode-metrics", "detailed"),
+        *engine_arguments,
+    ]
+    environment = engine_environment(threads, cpu, v1_runner)
+    if record is not None:
+        environment[RECORD_PATH] = str(record.resolve())
+    url = f"http://{host}:{port}"
+    kinds = sorted({"full" if window is None else f"sliding {window}" for window in config.windows})
+    summary = (
+        f"serving {verifier} in {dtype} with a {contract.method} draft (engine method {speculative['method']}), K={k}, "
+        f"context {' and '.join(kinds)}, at {url}"
+    )
+    return Launch(command, environment, summary, url)
+
+
+def require_free(host: str, port: int) -> None:
+    """Refuse a port that something listens on."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise InputError("--port", port, f"cannot be bound on {host} ({error.strerror}); choose another") from None

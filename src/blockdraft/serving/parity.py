@@ -1,0 +1,143 @@
+"""Comparing what an engine served with what the trainer's forward says it must propose and accept.
+
+A reply of the engine is walked round by round. Its text must be the verifier's own; every block must hold the tokens that
+the draft proposes there in one pass over that text; every count of agreed tokens must be the length of the prefix that
+block and text share. What differs first is named, with the stage that it belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from blockdraft.decoding.identity import Difference, first_difference
+from blockdraft.serving.client import Served
+from blockdraft.serving.record import Blocks
+
+STAGES = ("text", "proposed tokens", "agreed tokens", "engine counters")
+
+Gap = Callable[[int, int, int, int], "float | None"]
+"""(anchor, slot, wanted, found) -> by how much the lower of the two falls short of the draft's best float32 logit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The first difference of a prompt in a stage.
+
+    Attributes:
+        engine: "reference" or "vllm".
+        prompt: index of the prompt, -1 for what concerns all of them.
+        position: index in the sequence, prompt included.
+        wanted, found: tokens or counts.
+        tie: whether rounding explains it: both tokens lie within the bound of the best float32 logit.
+    """
+
+    engine: str
+    prompt: int
+    stage: str
+    position: int
+    wanted: object
+    found: object
+    tie: bool = False
+    gap: float | None = None
+    bound: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServedRound:
+    """A round of the engine: its anchor's position, how many proposed tokens the verifier agreed with, and how many of
+    those were delivered. The engine counts the former; tokens behind the end of a reply are nobody's."""
+
+    anchor: int
+    agreed: int
+    delivered: int
+
+
+def served_rounds(prompt_length: int, reply: Served) -> list[ServedRound]:
+    """The rounds that a reply took, by the engine's own count of agreed tokens."""
+    anchor, last = prompt_length, prompt_length + len(reply.tokens) - 1
+    rounds = []
+    for agreed in reply.agreed:
+        rounds.append(ServedRound(anchor, agreed, min(agreed, last - anchor)))
+        anchor += agreed + 1
+    return rounds
+
+
+def blocks_of(reply: Served, recorded: Mapping[str, Blocks]) -> Blocks:
+    """The record of a reply's request, whose id in the engine has a suffix."""
+    for request, blocks in recorded.items():
+        if request == reply.request or request.startswith(f"{reply.request}-"):
+            return blocks
+    return {}
+
+
+def text_finding(engine: str, prompt_length: int, d: Difference) -> Finding:
+    """A difference of text."""
+    return Finding(engine, d.prompt, "text", prompt_length + d.position, d.wanted, d.found, d.is_tie, d.gap, d.bound)
+
+
+def compare_reply(
+    engine: str,
+    index: int,
+    prompt: Sequence[int],
+    reply: Served,
+    proposals: Mapping[int, Sequence[int]],
+    blocks: Blocks | None,
+    gap: Gap,
+    bound: float,
+) -> list[Finding]:
+    """Walk one reply; at most one finding a stage.
+
+    Args:
+        proposals: what the draft proposes after each anchor, by position.
+        blocks: what the engine proposed, by position; None when it kept no record.
+        gap: asked only where tokens differ and the bound is above 0.
+        bound: the largest gap that counts as a tie.
+    """
+    text = [*prompt, *reply.tokens]
+    rounds = served_rounds(len(prompt), reply)
+    findings: list[Finding] = []
+
+    def differs(stage: str, position: int, wanted: object, found: object) -> Finding:
+        return Finding(engine, index, stage, position, wanted, found)
+
+    for step in rounds if blocks is not None else ():
+        wanted, found = list(proposals[step.anchor]), (blocks or {}).get(step.anchor, [])
+        slot = first_difference(wanted, found)
+        if slot is None:
+            continue
+        if slot >= min(len(wanted), len(found)):
+            findings.append(differs("proposed tokens", step.anchor, wanted, found))
+            break
+        finding = differs("proposed tokens", step.anchor + slot + 1, wanted[slot], found[slot])
+        short = gap(step.anchor, slot, wanted[slot], found[slot]) if bound else None
+        tie = short is not None and short <= bound
+        findings.append(replace(finding, tie=tie, gap=short, bound=bound))
+        break
+    for step in rounds:
+        # Without a record the trainer's proposals stand in for the engine's.
+        block = list(proposals[step.anchor]) if blocks is None else blocks.get(step.anchor, [])
+        behind = text[step.anchor + 1 : step.anchor + 1 + len(block)]
+        shared = first_difference(behind, block[: len(behind)])
+        shared = len(behind) if shared is None else shared
+        # Where the text ends inside the block, the verifier may have agreed with more than the text shows.
+        right = step.agreed >= shared if shared == len(behind) < len(block) else step.agreed == shared
+        if not right:
+            findings.append(differs("agreed tokens", step.anchor, shared, step.agreed))
+            break
+    last = len(text) - 1
+    end = rounds[-1].anchor + rounds[-1].agreed + 1 if rounds else len(prompt)
+    if reply.tokens and end < last:
+        findings.append(differs("agreed tokens", end, last, "rounds end before the reply"))
+    return findings
+
+
+def compare_counters(replies: Sequence[Served], counters: Mapping[str, int], k: int) -> list[Finding]:
+    """The engine's totals against its own account of each request."""
+    rounds = sum(len(reply.agreed) for reply in replies)
+    wanted = {"drafts": rounds, "proposed": rounds * k, "accepted": sum(sum(reply.agreed) for reply in replies)}
+    return [
+        Finding("vllm", -1, "engine counters", 0, f"{name} {value}", counters[name])
+        for name, value in wanted.items()
+        if counters[name] != value
+    ]

@@ -1,0 +1,160 @@
+"""The vLLM plugin, found through the entry point `vllm.general_plugins` and run in every process of the engine.
+
+It registers the draft family under the engine's method "dflash": checkpoints of type dflare, dspark (where the runner
+has no dspark of its own) and our mixtures load `draft_model.BlockDraftForCausalLM`; DFlash checkpoints stay with the
+engine's own class. What the engine's proposer must do differently for them is wrapped around its methods, and one fault
+of the engine is mended for every draft (`_mend_context_key_norm`). Nothing of the engine is copied.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+from blockdraft.checkpoints.speculators import CONTRACT_KEY, parse_config
+from blockdraft.contract import Contract
+from blockdraft.errors import InputError
+from blockdraft.models.config import MIXTURE, DraftConfig
+
+KNOWN_ENGINES = ("0.32",)
+METHODS = ("dflash", "dflare", "dspark", MIXTURE)
+ARCHITECTURE = "BlockDraftModel"
+STATED = "blockdraft_checkpoint"  # where the engine's draft config keeps the whole config.json of the checkpoint
+_DONE = "_blockdraft_plugin"
+
+
+def register() -> None:
+    """Entry point. May be called any number of times in a process; the first call does the work."""
+    import vllm
+    from vllm.transformers_utils.configs.speculators import algos
+
+    if getattr(algos, _DONE, False):
+        return
+    setattr(algos, _DONE, True)
+    known = vllm.__version__.startswith(tuple(f"{version}." for version in KNOWN_ENGINES))
+    for method in METHODS:
+        stock = algos.SUPPORTED_SPECULATORS_TYPES.get(method)
+        update = functools.partial(_update, method, stock) if known else functools.partial(_refuse, method, stock)
+        algos.register_speculator(method)(update)
+    if not known:
+        return
+    _serve_as_dflash()
+    vllm.ModelRegistry.register_model(ARCHITECTURE, "blockdraft.serving.draft_model:BlockDraftForCausalLM")
+    _mend_context_key_norm()
+    _extend_proposer()
+
+
+def on_v1_runner() -> bool:
+    """Whether the engine uses its V1 model runner: on processors always, on CUDA when told so."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu() or os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0"
+
+
+def checkpoint_facts(engine_config: Any) -> tuple[DraftConfig, Contract]:
+    """What the checkpoint of an engine's draft config states."""
+    return parse_config(copy.deepcopy(getattr(engine_config, STATED)), "config.json")
+
+
+def _update(
+    method: str, stock: Callable[..., None] | None, config_dict: dict[str, Any], pre_trained_config: dict[str, Any]
+) -> None:
+    """Turn a checkpoint's config.json into the engine's draft config (in place, as the engine's own updaters do)."""
+    from vllm.transformers_utils.configs.speculators import algos
+
+    if CONTRACT_KEY not in config_dict:
+        if stock is None:
+            raise InputError("checkpoint config.json", f"type {method!r} without a contract", "export it by blockdraft")
+        stock(config_dict=config_dict, pre_trained_config=pre_trained_config)
+        return
+    stated = copy.deepcopy(config_dict)  # the engine writes its draft config into the nested layer config
+    config, contract = parse_config(copy.deepcopy(stated), "config.json")
+    require_servable(config, contract, on_v1_runner())
+    if method == "dspark" and not on_v1_runner():
+        assert stock is not None
+        stock(config_dict=config_dict, pre_trained_config=pre_trained_config)
+    else:
+        algos.update_dflash(config_dict=config_dict, pre_trained_config=pre_trained_config)
+        if method != "dflash":
+            pre_trained_config["architectures"] = [ARCHITECTURE]
+    pre_trained_config[STATED] = stated
+
+
+def require_servable(config: DraftConfig, contract: Contract, v1_runner: bool) -> None:
+    """Refuse by name what the engine cannot compute as it was trained."""
+    if len(set(config.causal)) > 1:
+        raise InputError("contract causal", config.causal, "vLLM has one causality for all layers of a draft")
+    if len({window for window in config.windows if window is not None}) > 1:
+        raise InputError("contract windows", config.windows, "vLLM has one window for all sliding layers of a draft")
+    if None in config.windows and len(set(config.windows)) > 1 and (v1_runner or contract.method != "dflash"):
+        raise InputError(
+            "contract windows", config.windows, "sliding beside full layers needs vLLM's V2 runner and method dflash"
+        )
+    if v1_runner:
+        return
+    if contract.method in ("dflare", MIXTURE):
+        raise InputError(
+            "VLLM_USE_V2_MODEL_RUNNER", "not 0", f"method {contract.method} runs on vLLM's V1 runner; set it to 0"
+        )
+    if contract.method == "dspark" and contract.sequential_head not in ("none", "markov"):
+        raise InputError(
+            "contract sequential_head",
+            contract.sequential_head,
+            "vLLM's V2 runner has the markov head only; set VLLM_USE_V2_MODEL_RUNNER=0",
+        )
+
+
+def _refuse(
+    method: str, stock: Callable[..., None] | None, config_dict: dict[str, Any], pre_trained_config: dict[str, Any]
+) -> None:
+    """In an engine that this plugin does not know: leave others' drafts alone, refuse ours."""
+    import vllm
+
+    if CONTRACT_KEY in config_dict or stock is None:
+        known = ", ".join(f"{version}.*" for version in KNOWN_ENGINES)
+        raise InputError("vllm", vllm.__version__, f"this blockdraft serves through vLLM {known}; install one of these")
+    stock(config_dict=config_dict, pre_trained_config=pre_trained_config)
+
+
+def _serve_as_dflash() -> None:
+    """Let the engine run our types under its method "dflash", as it does with its own dflash2."""
+    from vllm.transformers_utils.configs.speculators.base import SpeculatorsConfig
+
+    stock = SpeculatorsConfig.build_vllm_speculative_config
+
+    def build(cls: type, config_dict: dict[str, Any]) -> dict[str, Any]:
+        result = stock(config_dict=config_dict)
+        if result["method"] in ("dflare", MIXTURE) or (result["method"] == "dspark" and on_v1_runner()):
+            result["method"] = "dflash"
+        return result
+
+    SpeculatorsConfig.build_vllm_speculative_config = classmethod(build)
+
+
+def _mend_context_key_norm() -> None:
+    """vLLM 0.32's rms_norm on processors takes a weight of two dimensions and uses its first row for every layer.
+
+    All draft layers but the first would normalise their context keys wrongly: the text stays right, acceptance falls.
+    """
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+    from vllm.platforms import current_platform
+
+    from blockdraft.serving.draft_model import normalised_context_keys
+
+    if current_platform.is_cpu():
+        DFlashQwen3Model._normalize_context_k = normalised_context_keys
+
+
+def _extend_proposer() -> None:
+    """Teach the engine's DFlash proposer blocks that sample from the anchor, sequential heads, and to keep a record."""
+    from vllm.v1.spec_decode.dflash import DFlashProposer
+
+    from blockdraft.serving import proposer
+
+    for name in ("__init__", "set_inputs_first_pass", "_sample_draft_tokens", "propose"):
+        stock = getattr(DFlashProposer, name)
+        wrapped = functools.partialmethod(getattr(proposer, name.strip("_")), stock)
+        setattr(DFlashProposer, name, wrapped)

@@ -1,0 +1,58 @@
+"""Settings of the commands that serve a draft with vLLM, or compare with what is served."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from blockdraft.settings.base import at_least, check, required, setting, unparsed
+from blockdraft.settings.common import CheckpointSettings
+
+ENGINE_HELP = "flags for vLLM itself, passed on as they stand"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings:
+    """Serve a draft and its verifier with vLLM. Flags that are not listed here are passed on to `vllm serve`."""
+
+    checkpoint: Path = required("folder of the draft", argument=True)
+    verifier_name_or_path: str | None = setting(None, "verifier; default: the one the checkpoint names")
+    k: int | None = setting(None, "tokens proposed a round; default: the trained number")
+    dtype: str = setting("auto", "float32, bfloat16 or auto (what the draft was trained in, where it is fast)")
+    host: str = setting("127.0.0.1", "address to listen on; only this machine reaches the default")
+    port: int = setting(8000, "port to listen on")
+    threads: int = setting(0, "processor threads of the engine; 0 takes all cores")
+    record: Path | None = setting(None, "append every proposed block to this file (JSON lines)")
+    dry_run: bool = setting(False, "print the command and its environment, start nothing")
+    engine_arguments: tuple[str, ...] = unparsed(ENGINE_HELP)
+
+    def __post_init__(self) -> None:
+        at_least(self, 0, "threads")
+        check(0 < self.port < 65536, "port", self.port, "must be in 1..65535")
+        check(self.k is None or self.k >= 1, "k", self.k, "must be 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParitySettings(CheckpointSettings):
+    """Prove that what is served is what was trained: trainer, reference engine and vLLM on the same prompts."""
+
+    k: tuple[int, ...] = setting((), "numbers of proposed tokens; default: the trained one, or the server's")
+    data_path: Path | None = setting(None, "prompt file (JSON lines); default: the held-out prompts of --workload")
+    workload: str = setting("records", "records or chat, when --data-path is not given")
+    max_prompts: int = setting(8, "use the first so many prompts; 0 uses all")
+    max_new_tokens: int = setting(64, "longest reply in tokens")
+    max_num_seqs: int = setting(4, "requests that the engine decodes together")
+    endpoint: str | None = setting(None, "a running server (http://127.0.0.1:8000); default: an engine in this process")
+    record: Path | None = setting(None, "the file that the running server was told to --record to")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 1, "max_new_tokens", "max_num_seqs")
+        at_least(self, 0, "max_prompts")
+        check(
+            self.record is None or self.endpoint is not None,
+            "record",
+            self.record,
+            "belongs to --endpoint; the engine in this process keeps its own",
+        )
+        check(self.endpoint is None or len(self.k) <= 1, "k", list(self.k), "a running server has one K")
