@@ -1,6 +1,6 @@
 """Optimizers over a draft's parameters: AdamW for all, or Muon for matrices beside AdamW for the rest.
 
-Both are torch's own. Muon orthogonalises the update of hidden matrices (Jordan et al., 2024); norms, biases, the
+AdamW is torch's own, and so is Muon but for the dtype it computes in. Muon orthogonalises the update of hidden matrices (Jordan et al., 2024); norms, biases, the
 fusion table, token tables and single-row outputs have no such structure and stay with AdamW.
 """
 
@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from blockdraft.runtime import has_fast_bfloat16
 from blockdraft.settings import TrainSettings
+from blockdraft.training.muon import Muon
 
 
 class Optimizers:
@@ -24,7 +26,8 @@ class Optimizers:
         self._members: list[torch.optim.Optimizer] = []
         decay = settings.weight_decay
         if settings.optimizer == "muon":
-            self._members.append(torch.optim.Muon(matrices, lr=settings.muon_lr, weight_decay=decay))
+            dtype = torch.bfloat16 if has_fast_bfloat16() else torch.float32
+            self._members.append(Muon(matrices, dtype, lr=settings.muon_lr, weight_decay=decay))
             self._members.append(
                 torch.optim.AdamW(rest, lr=settings.lr, weight_decay=0.0, betas=(0.9, 0.95), fused=True)
             )
