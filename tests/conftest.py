@@ -37,6 +37,8 @@ from blockdraft.training.creation import make_contract  # noqa: E402
 from blockdraft.verifiers.causal import CausalVerifier  # noqa: E402
 from blockdraft.verifiers.loading import EMBEDDED, load_verifier, save_folder  # noqa: E402
 
+pytest_plugins = ["serving.fixtures"]  # what tests of served drafts share
+
 VOCAB, HIDDEN, LAYERS, MASK = 128, 32, 4, 100
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"

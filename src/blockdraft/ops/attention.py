@@ -75,8 +75,8 @@ class _Chunk:
 class ChunkedAttention:
     """`BlockAttention` by chunks of blocks; differentiable in all five tensors.
 
-    Every slot needs at least one position of context. `choose_anchors` grants it, since a reply follows a prompt, and so
-    does a window that is larger than a block (`DraftConfig`).
+    Every slot needs at least one position of context. `choose_anchors` grants it, since a reply follows a prompt, and
+    so does a window that is larger than a block (`DraftConfig`).
     The softmax is float32 for half dtypes; the result has the dtype of the values.
     """
 

@@ -22,7 +22,7 @@ from blockdraft.records import Document
 from blockdraft.runtime import dtype_name, machine_description
 from blockdraft.serving.client import EngineClient, Served
 from blockdraft.serving.launcher import engine_environment, needs_v1_runner, on_processors, speculative_config
-from blockdraft.serving.offline import Decoded, Request, decode
+from blockdraft.serving.offline import DETAILED, Decoded, Request, decode
 from blockdraft.serving.parity import (
     STAGES,
     Finding,
@@ -137,12 +137,13 @@ class _Stage:
             verifier=servable_verifier(contract, settings.verifier_name_or_path),
             prompts=self.prompts,
             stop_ids=sorted(self.pair.verifier.stop_ids),
-            max_tokens=settings.max_new_tokens,
+            max_tokens=[settings.max_new_tokens] * len(self.prompts),
             dtype=dtype_name(self.pair.verifier.dtype),
             max_num_seqs=settings.max_num_seqs,
             # Blocks reach beyond the last token, and the engine stops drafting where its context ends.
             max_model_len=min(room + 2 * contract.block_size, self.pair.verifier.context_length),
             speculative=speculative_config(settings.checkpoint.resolve(), contract, k, v1_runner),
+            engine=DETAILED | ({} if settings.compile else {"enforce_eager": True}),
         )
         return decode(request, engine_environment(settings.threads, cpu, v1_runner))
 

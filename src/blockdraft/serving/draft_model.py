@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.linear import ColumnParallelLinear

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from blockdraft.contract import Contract
-from blockdraft.errors import InputError
+from blockdraft.errors import BlockdraftError, InputError
 from blockdraft.models.config import DraftConfig
+from blockdraft.serving.client import wait_until_ready
 from blockdraft.serving.cpu_wheel import NAME, WHEEL, installed
 from blockdraft.serving.plugin import KNOWN_ENGINES, require_servable
 from blockdraft.serving.record import RECORD_PATH
@@ -34,7 +38,7 @@ class Launch:
     command: list[str]
     environment: dict[str, str]
     summary: str
-    url: str = field(default="")
+    url: str
 
 
 def require_engine() -> str:
@@ -139,3 +143,40 @@ def require_free(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise InputError("--port", port, f"cannot be bound on {host} ({error.strerror}); choose another") from None
+
+
+@contextlib.contextmanager
+def running(plan: Launch, log: Path, ready_seconds: float = 600.0) -> Iterator[subprocess.Popen[bytes]]:
+    """A server in the background, healthy when the body starts and gone when it ends.
+
+    Args:
+        log: file for what the engine says.
+
+    Raises:
+        BlockdraftError: it did not come up; the end of the log is in the message.
+    """
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            plan.command, env={**os.environ, **plan.environment}, stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        try:
+            wait_until_ready(plan.url, lambda: process.poll() is None, ready_seconds)
+        except BlockdraftError as error:
+            said = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
+            raise BlockdraftError(f"{error}:\n{said}") from None
+        yield process
+    finally:
+        stop(process)
+
+
+def stop(process: subprocess.Popen[bytes], seconds: float = 60.0) -> int:
+    """Ask a server to end, and its whole group if it does not; returns its exit code."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        return process.wait()

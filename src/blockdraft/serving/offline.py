@@ -1,7 +1,7 @@
 """vLLM without a server: one batch of prompts through an engine in a process of its own.
 
-`decode` starts this module as a child, gives it a request as JSON on stdin and reads the answer from a file. A process of
-its own, since the engine reads its environment when it is imported and does not give its memory back.
+`decode` starts this module as a child, gives it a request as JSON on stdin and reads the answer from a file. A
+process of its own, since the engine reads its environment when it is imported and does not give its memory back.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from blockdraft.serving.client import COUNTERS, Served
 from blockdraft.serving.record import RECORD_PATH, Blocks, read
 
 LOG_LINES = 15
+DETAILED = {"per_request_spec_decode_metrics": "detailed"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +28,17 @@ class Request:
     """What to decode, and how.
 
     Attributes:
-        speculative: vLLM's speculative config; None decodes without a draft.
-        engine: further arguments of vLLM's engine.
+        verifier: a model's folder or name; a draft's folder lets the engine find out both by itself.
+        max_tokens: longest reply, by prompt.
+        speculative: vLLM's speculative config; None leaves it to the engine.
+        engine: further arguments of vLLM's engine (with a draft, `DETAILED` for the count of every round).
         sampling: further sampling parameters of vLLM.
     """
 
     verifier: str
     prompts: list[list[int]]
     stop_ids: list[int]
-    max_tokens: int
+    max_tokens: list[int]
     dtype: str
     max_num_seqs: int
     max_model_len: int
@@ -81,7 +84,6 @@ def main() -> None:
     from vllm import LLM, SamplingParams, TokensPrompt
 
     request = Request(**json.loads(sys.stdin.read()))
-    measured = {"per_request_spec_decode_metrics": "detailed"} if request.speculative else {}
     engine = LLM(
         model=request.verifier,
         dtype=request.dtype,
@@ -89,11 +91,10 @@ def main() -> None:
         max_model_len=request.max_model_len,
         speculative_config=request.speculative,
         disable_log_stats=False,
-        **measured,
         **request.engine,
     )
-    sampling = {"temperature": 0.0, "max_tokens": request.max_tokens, "stop_token_ids": request.stop_ids}
-    parameters = SamplingParams(**{**sampling, **request.sampling})
+    sampling = {"temperature": 0.0, "stop_token_ids": request.stop_ids, **request.sampling}
+    parameters = [SamplingParams(max_tokens=limit, **sampling) for limit in request.max_tokens]
     prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in request.prompts]
     replies = []
     for output in engine.generate(prompts, parameters, use_tqdm=False):

@@ -1,8 +1,8 @@
 """Comparing what an engine served with what the trainer's forward says it must propose and accept.
 
-A reply of the engine is walked round by round. Its text must be the verifier's own; every block must hold the tokens that
-the draft proposes there in one pass over that text; every count of agreed tokens must be the length of the prefix that
-block and text share. What differs first is named, with the stage that it belongs to.
+A reply of the engine is walked round by round. Its text must be the verifier's own; every block must hold the tokens
+that the draft proposes there in one pass over that text; every count of agreed tokens must be the length of the prefix
+that block and text share. What differs first is named, with the stage that it belongs to.
 """
 
 from __future__ import annotations

@@ -41,9 +41,10 @@ def _first_slots(proposer: Any, buffer: Tensor, rows: int) -> Tensor:
     return buffer[: rows * slots].view(rows, slots)[:, 0]
 
 
-def init(proposer: Any, stock: Stock, *args: Any, **kwargs: Any) -> None:
-    """Refuse a K that the draft was not trained for."""
-    stock(proposer, *args, **kwargs)
+def init(proposer: Any, stock: Stock, vllm_config: Any, device: torch.device, runner: Any = None) -> None:
+    """Refuse a K that the draft was not trained for; remember who knows the requests of a batch."""
+    stock(proposer, vllm_config, device, runner)
+    proposer._blockdraft_runner = runner
     engine_config = proposer.draft_model_config.hf_config
     if hasattr(engine_config, STATED):
         contract = checkpoint_facts(engine_config)[1]
@@ -99,7 +100,7 @@ def propose(proposer: Any, stock: Stock, *args: Any, **kwargs: Any) -> Tensor:
     drafted = stock(proposer, *args, **kwargs)
     if path := os.environ.get(RECORD_PATH):
         rows = len(drafted)
-        requests = proposer.runner.input_batch.req_ids[:rows]
+        requests = proposer._blockdraft_runner.input_batch.req_ids[:rows]
         anchors = _first_slots(proposer, proposer.positions, rows).tolist()
         append(Path(path), requests, anchors, drafted.tolist())
     return drafted

@@ -42,6 +42,7 @@ class ParitySettings(CheckpointSettings):
     max_prompts: int = setting(8, "use the first so many prompts; 0 uses all")
     max_new_tokens: int = setting(64, "longest reply in tokens")
     max_num_seqs: int = setting(4, "requests that the engine decodes together")
+    compile: bool = setting(False, "let the engine in this process compile, as a server does; takes minutes")
     endpoint: str | None = setting(None, "a running server (http://127.0.0.1:8000); default: an engine in this process")
     record: Path | None = setting(None, "the file that the running server was told to --record to")
 

@@ -1,7 +1,8 @@
 """Optimizers over a draft's parameters: AdamW for all, or Muon for matrices beside AdamW for the rest.
 
-AdamW is torch's own, and so is Muon but for the dtype it computes in. Muon orthogonalises the update of hidden matrices (Jordan et al., 2024); norms, biases, the
-fusion table, token tables and single-row outputs have no such structure and stay with AdamW.
+AdamW is torch's own, and so is Muon but for the dtype it computes in. Muon orthogonalises the update of hidden
+matrices (Jordan et al., 2024); norms, biases, the fusion table, token tables and single-row outputs have no such
+structure and stay with AdamW.
 """
 
 from __future__ import annotations

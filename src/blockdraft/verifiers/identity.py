@@ -1,7 +1,7 @@
 """Which verifier is this? Its shape, the hash of its vocabulary and the hash of its norm weights.
 
-Of a loaded model, or of a folder whose large weights nobody has to read: before a server is started, it must be known that
-the draft belongs to what will be served.
+Of a loaded model, or of a folder whose large weights nobody has to read: before a server is started, it must be known
+that the draft belongs to what will be served.
 """
 
 from __future__ import annotations

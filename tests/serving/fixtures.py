@@ -1,0 +1,144 @@
+"""The real verifier as vLLM serves it, drafts for it, and the verifier's own text."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from blockdraft.checkpoints.store import load_draft, save_draft
+from blockdraft.contract import Contract
+from blockdraft.data.workloads import workload_prompts
+from blockdraft.decoding.engine import DecodingEngine
+from blockdraft.decoding.one_pass import document_proposals
+from blockdraft.decoding.regenerate import regenerate
+from blockdraft.models.block_draft import BlockDraft
+from blockdraft.models.config import DraftConfig
+from blockdraft.pipeline.loading import encode_all
+from blockdraft.pipeline.train import train
+from blockdraft.records import Document
+from blockdraft.serving.launcher import engine_environment, speculative_config
+from blockdraft.serving.offline import DETAILED, Decoded, Request, decode
+from blockdraft.serving.parity import Finding, blocks_of, compare_counters, compare_reply
+from blockdraft.settings import SamplingSettings, TrainSettings
+from blockdraft.training.trainer import BEST
+from blockdraft.verifiers.causal import CausalVerifier
+from conftest import contract_of, tiny_config, tiny_draft
+
+LIMITS = [5, 26, 11, 40, 17, 33]  # by prompt: replies end at different times
+EAGER = {"enforce_eager": True}
+
+
+@dataclass(frozen=True)
+class OwnText:
+    """Prompts and what the verifier says to them."""
+
+    prompts: list[list[int]]
+    replies: list[list[int]]
+
+
+@pytest.fixture(scope="session")
+def own_text(real_verifier: CausalVerifier) -> OwnText:
+    records, chat = (workload_prompts(name)[1] for name in ("records", "chat"))
+    prompts = encode_all(real_verifier, [*records[:4], *chat[:2]])
+    sampling = SamplingSettings(max_new_tokens=max(LIMITS))
+    plain = DecodingEngine(real_verifier, None, 0, sampling).generate(prompts, 6)
+    return OwnText(prompts, [r.tokens[:limit] for r, limit in zip(plain, LIMITS, strict=True)])
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    folder: Path
+    draft: BlockDraft
+    contract: Contract
+
+
+def real_config(method: str, **changes: object) -> DraftConfig:
+    """A small draft for SmolLM2-135M."""
+    widths: dict[str, object] = {
+        "hidden_size": 576, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "intermediate_size": 256,
+        "rms_norm_eps": 1e-5, "vocab_size": 49152, "draft_vocab_size": 49152, "tap_ids": (2, 15, 30),
+        "mask_token_id": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+        "max_position_embeddings": 8192,
+    }  # fmt: skip
+    return dataclasses.replace(tiny_config(method), **{**widths, **changes})
+
+
+@pytest.fixture(scope="session")
+def random_checkpoint(
+    real_verifier: CausalVerifier, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[DraftConfig], Checkpoint]:
+    """Saved drafts with random weights and norms that are not one: an untrained draft with norms of one hides faults."""
+    made: dict[str, Checkpoint] = {}
+
+    def make(config: DraftConfig) -> Checkpoint:
+        key = str(config)
+        if key not in made:
+            draft = tiny_draft(real_verifier, config, len(made))
+            contract = contract_of(draft, real_verifier)
+            folder = tmp_path_factory.mktemp("drafts") / contract.method
+            save_draft(folder, draft, contract, torch.float32, {})
+            made[key] = Checkpoint(folder, *load_draft(folder, real_verifier, torch.float32))
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def trained_checkpoint(
+    real_verifier: CausalVerifier, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Checkpoint]:
+    """Drafts trained for some tens of steps on the verifier's own replies, one of each method."""
+    root = tmp_path_factory.mktemp("trained")
+    made: dict[str, Checkpoint] = {}
+
+    def make(method: str) -> Checkpoint:
+        data = root / "data"
+        if not data.exists():
+            prompts = encode_all(real_verifier, workload_prompts("records")[0][:48])
+            regenerate(real_verifier, prompts, 64, 48, data)
+        if method not in made:
+            settings = TrainSettings(
+                verifier_name_or_path=real_verifier.identity.name, dtype="float32", data_path=data,
+                save_path=root / method, speculator_type=method, mask_token_id=4, logger="none", total_seq_len=1024,
+                epochs=5.0, max_anchors=96,
+            )  # fmt: skip
+            train(settings, real_verifier)
+            folder = root / method / BEST
+            made[method] = Checkpoint(folder, *load_draft(folder, real_verifier, torch.float32))
+        return made[method]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def serve_offline(real_folder: Path, own_text: OwnText, real_verifier: CausalVerifier) -> Callable[..., Decoded]:
+    """Decode the prompts by vLLM with a draft, four at a time."""
+
+    def serve(checkpoint: Checkpoint, k: int, **changes: object) -> Decoded:
+        base = Request(
+            verifier=str(real_folder), prompts=own_text.prompts, stop_ids=sorted(real_verifier.stop_ids),
+            max_tokens=LIMITS, dtype="float32", max_num_seqs=4, max_model_len=512,
+            speculative=speculative_config(checkpoint.folder, checkpoint.contract, k, v1_runner=True),
+            engine=EAGER | DETAILED,
+        )  # fmt: skip
+        return decode(dataclasses.replace(base, **changes), engine_environment(0, cpu=True, v1_runner=True))
+
+    return serve
+
+
+def findings_of(
+    served: Decoded, checkpoint: Checkpoint, verifier: CausalVerifier, text: OwnText, k: int
+) -> list[Finding]:
+    """Every block, agreed count and counter against the trainer's forward; the text is compared by the tests."""
+    found = compare_counters(served.replies, served.counters, k)
+    for index, (prompt, reply) in enumerate(zip(text.prompts, served.replies, strict=True)):
+        document = Document(str(index), prompt + reply.tokens, len(prompt), "length")
+        proposals = document_proposals(verifier, checkpoint.draft, document, k)
+        blocks = blocks_of(reply, served.blocks)
+        found += compare_reply("vllm", index, prompt, reply, proposals, blocks, lambda *_: None, 0.0)
+    return found

@@ -1,0 +1,99 @@
+"""vLLM itself, on this machine: what it proposes is what the trainer's forward proposes, id by id, in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from blockdraft.decoding.engine import DecodingEngine
+from blockdraft.errors import BlockdraftError
+from blockdraft.serving.offline import Decoded
+from blockdraft.serving.parity import served_rounds
+from blockdraft.settings import SamplingSettings
+from blockdraft.verifiers.causal import CausalVerifier
+from serving.fixtures import EAGER, LIMITS, Checkpoint, OwnText, findings_of, real_config
+
+pytestmark = [pytest.mark.real, pytest.mark.engine]
+
+MIXTURES = {
+    "layerwise, one projection, recurrent, from the anchor": (
+        real_config("dflare", context_kv="shared", sequential_head="rnn", markov_rank=24, sample_from_anchor=True),
+        8,
+    ),
+    "gated, confident, filling in": (
+        real_config("dspark", sequential_head="gated", sample_from_anchor=False, draft_vocab_size=900),
+        5,
+    ),
+    "projected, separate projections, sliding": (real_config("dflash", context_kv="separate", windows=(9, 9)), 7),
+    "causal": (real_config("dflare", causal=(True, True)), 7),
+}
+
+
+@pytest.mark.parametrize("k", [1, 3, 7])
+@pytest.mark.parametrize("vocabulary", [49152, 1500])
+@pytest.mark.parametrize("method", ["dflash", "dflare", "dspark"])
+def test_random_drafts_are_served_as_trained(
+    random_checkpoint: Callable[..., Checkpoint], serve_offline: Callable[..., Decoded], real_verifier: CausalVerifier,
+    own_text: OwnText, method: str, vocabulary: int, k: int,
+) -> None:  # fmt: skip
+    checkpoint = random_checkpoint(real_config(method, draft_vocab_size=vocabulary))
+    served = serve_offline(checkpoint, k)
+    assert [reply.tokens for reply in served.replies] == own_text.replies
+    assert not findings_of(served, checkpoint, real_verifier, own_text, k)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_mixtures_of_sockets_are_served_as_trained(
+    random_checkpoint: Callable[..., Checkpoint], serve_offline: Callable[..., Decoded], real_verifier: CausalVerifier,
+    own_text: OwnText, name: str,
+) -> None:  # fmt: skip
+    config, k = MIXTURES[name]
+    checkpoint = random_checkpoint(config)
+    served = serve_offline(checkpoint, k)
+    assert [reply.tokens for reply in served.replies] == own_text.replies
+    assert not findings_of(served, checkpoint, real_verifier, own_text, k)
+
+
+@pytest.mark.parametrize("method", ["dflash", "dflare", "dspark"])
+def test_trained_drafts_are_accepted_as_the_reference_engine_accepts_them(
+    trained_checkpoint: Callable[..., Checkpoint], serve_offline: Callable[..., Decoded], real_verifier: CausalVerifier,
+    own_text: OwnText, method: str,
+) -> None:  # fmt: skip
+    """Found by the engine through the draft's folder alone, as `vllm serve CHECKPOINT` finds both."""
+    checkpoint = trained_checkpoint(method)
+    k = checkpoint.contract.default_k
+    served = serve_offline(checkpoint, k, verifier=str(checkpoint.folder), speculative=None)
+    assert [reply.tokens for reply in served.replies] == own_text.replies
+    assert not findings_of(served, checkpoint, real_verifier, own_text, k)
+    accepted = 0
+    for prompt, reply, limit in zip(own_text.prompts, served.replies, LIMITS, strict=True):
+        engine = DecodingEngine(real_verifier, checkpoint.draft, k, SamplingSettings(max_new_tokens=limit))
+        (wanted,) = engine.generate([prompt], 1)
+        found = [(step.anchor, step.agreed, step.delivered) for step in served_rounds(len(prompt), reply)]
+        assert found == [(step.anchor, step.agreed, step.accepted) for step in wanted.rounds]
+        accepted += sum(step.accepted for step in wanted.rounds)
+    assert accepted > 10  # else the test would only have seen rejections
+
+
+def test_k_beyond_the_trained_one_is_refused_by_the_engine(
+    random_checkpoint: Callable[..., Checkpoint], serve_offline: Callable[..., Decoded]
+) -> None:
+    with pytest.raises(BlockdraftError, match="num_speculative_tokens: 8: a draft of block size 8 proposes 1 to 7"):
+        serve_offline(random_checkpoint(real_config("dflash")), 8)
+
+
+def test_sampled_drafting_keeps_the_text_greedy_where_it_must_be(
+    trained_checkpoint: Callable[..., Checkpoint], serve_offline: Callable[..., Decoded], own_text: OwnText
+) -> None:
+    """Probabilistic drafts of a sequential head: at a temperature near 0 the verifier's own text comes out."""
+    checkpoint = trained_checkpoint("dspark")
+    speculative = {"model": str(checkpoint.folder), "method": "dflash", "num_speculative_tokens": 4,
+                   "draft_sample_method": "probabilistic"}  # fmt: skip
+    served = serve_offline(
+        checkpoint, 4, speculative=speculative, sampling={"temperature": 0.02, "seed": 5}, engine=EAGER
+    )
+    assert [reply.tokens for reply in served.replies] == own_text.replies
+    assert served.counters["accepted"] > 0
+
+
