@@ -16,6 +16,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 SMALLER = {
     "train": ["--epochs", "0.3", "--logger", "none"],
     "evaluate": ["--k", "3", "--max-new-tokens", "12"],
+    "parity": ["--max-new-tokens", "12", "--max-prompts", "2"],
+    "serve": ["--dry-run"],
     "generate": ["--max-new-tokens", "12"],
 }
 
@@ -30,6 +32,7 @@ def keep_first(path: Path, count: int) -> None:
 
 
 @pytest.mark.real
+@pytest.mark.engine
 def test_commands_run(tmp_path: Path) -> None:
     ran = []
     for command in commands():
@@ -43,7 +46,7 @@ def test_commands_run(tmp_path: Path) -> None:
         if words[1] == "prepare":
             keep_first(tmp_path / "runs/prompts/train.jsonl", 24)
             keep_first(tmp_path / "runs/prompts/heldout.jsonl", 4)
-    assert ran == ["convert", "prepare", "regenerate", "train", "evaluate", "generate"]
+    assert ran == ["convert", "prepare", "regenerate", "train", "evaluate", "parity", "serve", "generate"]
     verifier = json.loads((tmp_path / "runs/draft/checkpoint_best/config.json").read_text())["speculators_config"][
         "verifier"
     ]

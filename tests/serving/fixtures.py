@@ -72,7 +72,7 @@ def real_config(method: str, **changes: object) -> DraftConfig:
 def random_checkpoint(
     real_verifier: CausalVerifier, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[DraftConfig], Checkpoint]:
-    """Saved drafts with random weights and norms that are not one: an untrained draft with norms of one hides faults."""
+    """Saved drafts with random weights, and norms that are not one: untrained norms of one hide faults."""
     made: dict[str, Checkpoint] = {}
 
     def make(config: DraftConfig) -> Checkpoint:

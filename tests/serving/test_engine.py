@@ -95,5 +95,3 @@ def test_sampled_drafting_keeps_the_text_greedy_where_it_must_be(
     )
     assert [reply.tokens for reply in served.replies] == own_text.replies
     assert served.counters["accepted"] > 0
-
-

@@ -37,7 +37,7 @@ class Muon(torch.optim.Muon):
         self._dtype = dtype
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One update with Nesterov momentum; the learning rate grows with the root of height over width (tall only)."""
         assert closure is None, "gradients are there already"
         for group in self.param_groups:

@@ -1,0 +1,111 @@
+"""The comparison finds each kind of fault, names its stage, and tells ties from faults."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from blockdraft.decoding.engine import DecodingEngine
+from blockdraft.decoding.one_pass import document_proposals
+from blockdraft.decoding.slot_gaps import SlotGaps, slot_logits
+from blockdraft.pipeline.loading import Pair
+from blockdraft.records import Document
+from blockdraft.serving.client import Served
+from blockdraft.serving.parity import blocks_of, compare_counters, compare_reply, served_rounds
+from blockdraft.serving.record import append, read
+from blockdraft.settings import SamplingSettings
+from blockdraft.verifiers.causal import CausalVerifier
+from conftest import contract_of, random_document, tiny_config, tiny_draft, tiny_verifier_of
+
+
+@pytest.fixture(scope="module", params=["dflash", "dspark"])
+def case(request: pytest.FixtureRequest, tiny_verifier: CausalVerifier):
+    """A prompt decoded by the reference engine, as an engine would report it, and what the trainer's forward says."""
+    draft = tiny_draft(tiny_verifier, tiny_config(request.param))
+    prompt = random_document(12, 11, 3).input_ids
+    engine = DecodingEngine(tiny_verifier, draft, 4, SamplingSettings(max_new_tokens=24, ignore_eos=True))
+    (reply,) = engine.generate([prompt], 1)
+    served = Served("r", reply.tokens, [step.agreed or 0 for step in reply.rounds])
+    document = Document("0", prompt + reply.tokens, len(prompt), "length")
+    proposals = document_proposals(tiny_verifier, draft, document, 4)
+    blocks = {step.anchor: list(step.drafted) for step in reply.rounds}
+    return prompt, served, proposals, blocks, Pair(tiny_verifier, draft, contract_of(draft, tiny_verifier)), document
+
+
+def check(case: tuple, served: Served | None = None, blocks: dict | None = None, bound: float = 0.0, gap: float = 9.0):
+    prompt, right, proposals, own, _, _ = case
+    return compare_reply("vllm", 0, prompt, served or right, proposals, blocks or own, lambda *_: gap, bound)
+
+
+def test_a_faithful_engine_has_no_finding(case: tuple) -> None:
+    assert check(case) == []
+    assert compare_reply("vllm", 0, case[0], case[1], case[2], None, lambda *_: None, 0.0) == []
+
+
+def test_a_wrong_proposal_is_named_with_its_position(case: tuple) -> None:
+    anchor = sorted(case[3])[1]
+    wrong = {**case[3], anchor: [case[3][anchor][0], case[3][anchor][1] + 1, *case[3][anchor][2:]]}
+    found = check(case, blocks=wrong)[0]
+    assert (found.stage, found.position, found.tie) == ("proposed tokens", anchor + 2, False)
+    assert (found.wanted, found.found) == (case[3][anchor][1], case[3][anchor][1] + 1)
+    tie = check(case, blocks=wrong, bound=0.5, gap=0.4)[0]
+    assert tie.tie and tie.gap == 0.4 and tie.bound == 0.5
+    assert not check(case, blocks=wrong, bound=0.5, gap=0.6)[0].tie
+
+
+def test_a_block_that_is_missing_or_short_is_a_fault(case: tuple) -> None:
+    anchor = sorted(case[3])[0]
+    for block in ([], case[3][anchor][:2]):
+        found = check(case, blocks={**case[3], anchor: block}, bound=1.0, gap=0.0)[0]
+        assert (found.stage, found.position, found.tie) == ("proposed tokens", anchor, False)
+
+
+def test_a_wrong_count_of_agreed_tokens_is_a_fault(case: tuple) -> None:
+    right = case[1]
+    for agreed in ([right.agreed[0] + 1, *right.agreed[1:]], right.agreed[:1]):
+        stages = {found.stage for found in check(case, dataclasses.replace(right, agreed=agreed))}
+        assert "agreed tokens" in stages
+
+
+def test_counters_are_compared_with_the_requests() -> None:
+    replies = [Served("a", [1, 2, 3], [1, 0]), Served("b", [4], [])]
+    assert compare_counters(replies, {"drafts": 2, "proposed": 6, "accepted": 1}, 3) == []
+    found = compare_counters(replies, {"drafts": 2, "proposed": 7, "accepted": 1}, 3)
+    assert [(f.stage, f.wanted, f.found) for f in found] == [("engine counters", "proposed 6", 7)]
+
+
+def test_tokens_beyond_the_end_are_agreed_and_not_delivered() -> None:
+    rounds = served_rounds(10, Served("r", [5, 6, 7, 8, 9], [1, 7]))
+    assert [(r.anchor, r.agreed, r.delivered) for r in rounds] == [(10, 1, 1), (12, 7, 2)]
+
+
+def test_a_record_is_read_back_by_request(tmp_path) -> None:
+    path = tmp_path / "blocks.jsonl"
+    append(path, ["1-ab", "10-cd"], [5, 9], [[1, 2], [3, 4]])
+    append(path, ["1-ab"], [5], [[7, 8]])  # again after a preemption
+    found = read(path)
+    assert blocks_of(Served("1", [], []), found) == {5: [7, 8]}
+    assert blocks_of(Served("10", [], []), found) == {9: [3, 4]}
+    assert blocks_of(Served("2", [], []), found) == {}
+    assert read(tmp_path / "nothing.jsonl") == {}
+
+
+def test_slot_logits_are_those_that_proposals_come_from(case: tuple) -> None:
+    _, _, proposals, _, pair, document = case
+    anchors = sorted(proposals)
+    blocks = torch.tensor([proposals[anchor] for anchor in anchors])
+    logits = slot_logits(pair, document, anchors, blocks)
+    assert torch.equal(logits.argmax(dim=-1), blocks)
+    gaps = SlotGaps(pair, pair, document, proposals)
+    assert gaps.bound == 0
+    second = int(logits[2, 1].topk(2).indices[1])
+    expected = float(logits[2, 1].max() - logits[2, 1, second])
+    assert gaps.gap(anchors[2], 1, proposals[anchors[2]][1], second) == pytest.approx(expected)
+
+
+def test_the_bound_of_half_precision_is_measured(case: tuple) -> None:
+    _, _, proposals, _, pair, document = case
+    rounded = Pair(tiny_verifier_of("llama", torch.bfloat16), pair.draft, pair.contract)
+    assert 0 < SlotGaps(pair, rounded, document, proposals).bound <= 1.0

@@ -1,0 +1,122 @@
+"""The plugin inside the engine's own classes, without starting an engine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from blockdraft.checkpoints.store import save_draft
+from conftest import contract_of, tiny_config, tiny_draft, tiny_verifier_of
+
+pytestmark = pytest.mark.engine
+
+
+def in_child(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a process of its own, since the plugin changes the engine's classes for good."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def test_it_is_found_by_entry_point_and_registers_once() -> None:
+    done = in_child(
+        """
+        import functools
+        from vllm.plugins import load_general_plugins
+        from vllm.v1.spec_decode.dflash import DFlashProposer
+        from vllm.transformers_utils.configs.speculators import algos, base
+        load_general_plugins()
+        names = ("__init__", "propose", "_sample_draft_tokens", "set_inputs_first_pass")
+        first = [vars(DFlashProposer)[name] for name in names]
+        built = vars(base.SpeculatorsConfig)["build_vllm_speculative_config"]
+        assert all(isinstance(each, functools.partialmethod) for each in first)
+        import blockdraft.serving.plugin as plugin
+        plugin.register(); plugin.register()
+        again = [vars(DFlashProposer)[name] for name in names]
+        assert all(a is b for a, b in zip(first, again))
+        assert vars(base.SpeculatorsConfig)["build_vllm_speculative_config"] is built
+        assert {"dflash", "dflare", "dspark", "blockdraft"} <= set(algos.SUPPORTED_SPECULATORS_TYPES)
+        from vllm import ModelRegistry
+        assert "BlockDraftModel" in ModelRegistry.get_supported_archs()
+        """
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_an_unknown_engine_is_refused_for_our_drafts_and_left_alone_for_others(tmp_path: Path) -> None:
+    verifier = tiny_verifier_of("llama")
+    draft = tiny_draft(verifier, tiny_config("dflash"))
+    save_draft(tmp_path / "draft", draft, contract_of(draft, verifier), torch.float32, {})
+    done = in_child(
+        """
+        import json, sys
+        import vllm
+        vllm.__version__ = "0.77.0"
+        from blockdraft.errors import InputError
+        from blockdraft.serving import plugin
+        from vllm.transformers_utils.configs.speculators.base import SpeculatorsConfig
+        plugin.register()
+        ours = json.load(open(sys.argv[1]))
+        others = {key: value for key, value in json.load(open(sys.argv[1])).items() if key != "blockdraft"}
+        SpeculatorsConfig.extract_transformers_pre_trained_config(others)
+        try:
+            SpeculatorsConfig.extract_transformers_pre_trained_config(ours)
+        except InputError as error:
+            print(error)
+        """,
+        str(tmp_path / "draft" / "config.json"),
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip().endswith(
+        "vllm: 0.77.0: this blockdraft serves through vLLM 0.32.*; install one of these"
+    )
+
+
+def test_a_checkpoint_that_contradicts_itself_is_refused_by_the_engine(tmp_path: Path) -> None:
+    verifier = tiny_verifier_of("llama")
+    draft = tiny_draft(verifier, tiny_config("dflash"))
+    save_draft(tmp_path / "draft", draft, contract_of(draft, verifier), torch.float32, {})
+    path = tmp_path / "draft" / "config.json"
+    config = json.loads(path.read_text())
+    config["mask_token_id"] += 1
+    path.write_text(json.dumps(config))
+    done = in_child(
+        """
+        import json, sys
+        from blockdraft.serving import plugin
+        from vllm.transformers_utils.configs.speculators.base import SpeculatorsConfig
+        plugin.register()
+        SpeculatorsConfig.extract_transformers_pre_trained_config(json.load(open(sys.argv[1])))
+        """,
+        str(path),
+    )
+    assert done.returncode == 1 and "InputError: config.json mask_token_id" in done.stderr
+
+
+def test_context_keys_are_normalised_by_their_own_layer() -> None:
+    """The fault that is mended: the engine's own kernel on processors uses the first layer's weights for all."""
+    pytest.importorskip("vllm")
+    from types import SimpleNamespace
+
+    from vllm import _custom_ops as ops
+
+    from blockdraft.serving.draft_model import normalised_context_keys
+
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(3, 5, 2, 32, generator=generator)
+    weights = 1 + 0.3 * torch.randn(3, 32, generator=generator)
+    found = normalised_context_keys(SimpleNamespace(_rms_norm_eps=1e-6, _k_norm_weights=weights), keys)
+    for layer in range(3):
+        wanted = torch.nn.functional.rms_norm(keys[layer], (32,), weights[layer], 1e-6)
+        torch.testing.assert_close(found[layer], wanted)
+    assert found.is_contiguous()
+    stock = torch.empty_like(keys)
+    ops.rms_norm(stock, keys, weights, 1e-6)
+    # When this fails, the engine's kernel has been mended and the plugin's part can go.
+    assert not torch.allclose(stock[1], found[1], atol=1e-3)

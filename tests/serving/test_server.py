@@ -1,0 +1,144 @@
+"""A real server on loopback, as `blockdraft serve` starts it: parity, streaming, load, aborts, preemption, its end."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx2 as httpx
+import pytest
+
+from blockdraft.decoding.engine import DecodingEngine
+from blockdraft.pipeline.serve import planned
+from blockdraft.serving.client import EngineClient
+from blockdraft.serving.launcher import running, stop
+from blockdraft.settings import SamplingSettings, ServeSettings
+from blockdraft.verifiers.causal import CausalVerifier
+from serving.fixtures import Checkpoint, OwnText
+
+pytestmark = [pytest.mark.real, pytest.mark.engine]
+
+# Few and small cache blocks, so that eight requests at once cannot all be kept.
+ENGINE = ("--enforce-eager", "--max-num-seqs", "8", "--max-model-len", "320", "--block-size", "32",
+          "--num-gpu-blocks-override", "28")  # fmt: skip
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[bytes]
+    url: str
+    record: Path
+    checkpoint: Checkpoint
+
+    def gauge(self, name: str) -> float:
+        text = httpx.get(f"{self.url}/metrics", trust_env=False).text
+        return sum(float(value) for value in re.findall(rf"^vllm:{name}(?:{{.*}})? (\S+)$", text, re.M))
+
+
+@pytest.fixture(scope="module")
+def server(
+    trained_checkpoint: Callable[[str], Checkpoint], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    checkpoint = trained_checkpoint("dflare")
+    folder = tmp_path_factory.mktemp("server")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    record = folder / "blocks.jsonl"
+    settings = ServeSettings(
+        checkpoint=checkpoint.folder, dtype="float32", port=port, record=record, engine_arguments=ENGINE
+    )
+    plan = planned(settings)
+    with running(plan, folder / "log.txt") as process:
+        yield Server(process, plan.url, record, checkpoint)
+
+
+def blockdraft(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "blockdraft.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_parity_with_a_running_server(server: Server) -> None:
+    done = blockdraft(
+        "parity", str(server.checkpoint.folder), "--dtype", "float32", "--endpoint", server.url, "--record",
+        str(server.record), "--max-prompts", "4", "--max-new-tokens", "24", "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    found = result["k"]["7"]
+    assert result["faults"] == found["ties"] == 0 and found["blocks_recorded"]
+    lengths = found["acceptance_length"]
+    assert lengths["vllm"] == lengths["reference"] > 1
+    assert abs(lengths["vllm_counters"] - lengths["vllm"]) < 1  # counted beyond the end of replies
+
+
+def test_generate_streams_from_the_server(server: Server, own_text: OwnText) -> None:
+    arguments = ("generate", str(server.checkpoint.folder), "--engine", "vllm", "--endpoint", server.url)
+    done = blockdraft(*arguments, "Say hello.", "--max-new-tokens", "8", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["k"] == 7 and len(result["replies"][0]["tokens"]) <= 8 and result["acceptance_length"] >= 1
+    refused = blockdraft(*arguments, "Say hello.", "--show-drafts")
+    assert refused.returncode == 2 and refused.stderr.startswith("blockdraft: --show-drafts: True:")
+    nobody = blockdraft("generate", str(server.checkpoint.folder), "x", "--engine", "vllm", "--endpoint",
+                        "http://127.0.0.1:9")  # fmt: skip
+    assert nobody.returncode == 2 and "no vLLM server answers there" in nobody.stderr
+
+
+def test_load_with_aborts_and_preemption_gives_no_wrong_token(
+    server: Server, own_text: OwnText, real_verifier: CausalVerifier
+) -> None:
+    sampling = SamplingSettings(max_new_tokens=64, ignore_eos=True)
+    plain = [reply.tokens for reply in DecodingEngine(real_verifier, None, 0, sampling).generate(own_text.prompts, 6)]
+    draw = random.Random(0)
+    jobs = []
+    for number in range(200):
+        which = draw.randrange(len(own_text.prompts))
+        limit = draw.choice([1, 3, 6, 12, 20]) if number % 8 else 64
+        abort = number % 5 == 0 and limit > 6
+        jobs.append((which, limit, abort))
+
+    def ask(job: tuple[int, int, bool]) -> list[int]:
+        which, limit, abort = job
+        with EngineClient(server.url) as client:
+            if not abort:
+                prompt = own_text.prompts[which]
+                return client.complete(prompt, [], max_tokens=limit, temperature=0, ignore_eos=True).tokens
+            tokens: list[int] = []
+            stream = client.stream(own_text.prompts[which], [], max_tokens=limit, temperature=0, ignore_eos=True)
+            for piece in stream:
+                tokens += piece
+                if len(tokens) > 4:
+                    stream.close()  # the client hangs up in mid-stream
+                    break
+            return tokens
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(ask, jobs))
+    for (which, limit, abort), tokens in zip(jobs, answers, strict=True):
+        assert tokens == plain[which][: len(tokens)]
+        assert len(tokens) == limit or (abort and len(tokens) > 4)
+    assert sum(abort for _, _, abort in jobs) > 5
+    assert server.gauge("num_preemptions_total") > 0
+    with EngineClient(server.url) as client:  # alive, and right
+        last = client.complete(own_text.prompts[0], [], max_tokens=9, temperature=0, ignore_eos=True)
+    assert last.tokens == plain[0][:9]
+    assert server.gauge("num_requests_running") == server.gauge("num_requests_waiting") == 0
+    assert server.gauge("kv_cache_usage_perc") == 0  # no block is left behind
+
+
+def test_the_end_is_clean(server: Server) -> None:
+    """Last: SIGTERM ends the server, its engine with it, with exit code 0."""
+    children = subprocess.run(["pgrep", "-g", str(server.process.pid)], capture_output=True, text=True).stdout.split()
+    assert len(children) > 1
+    assert stop(server.process) == 0
+    left = subprocess.run(["pgrep", "-g", str(server.process.pid)], capture_output=True, text=True).stdout.split()
+    assert not left
