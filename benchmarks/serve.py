@@ -20,9 +20,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from report import markdown_table, today, write_section
-
 from blockdraft.runtime import prepare_environment
+from report import markdown_table, today, write_section
 
 prepare_environment()
 

@@ -16,9 +16,9 @@ from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
-from blockdraft.checkpoints.store import read_contract  # noqa: E402
-from blockdraft.pipeline.serve import servable_verifier, served_dtype  # noqa: E402
-from blockdraft.serving.launcher import engine_environment, on_processors  # noqa: E402
+from blockdraft.checkpoints.store import read_contract
+from blockdraft.pipeline.serve import servable_verifier, served_dtype
+from blockdraft.serving.launcher import engine_environment, on_processors
 
 PROMPT, REPLY, LEFT_OUT = 48, 160, 8
 

@@ -29,7 +29,7 @@ from blockdraft.training.trainer import BEST
 from blockdraft.verifiers.causal import CausalVerifier
 from conftest import contract_of, tiny_config, tiny_draft
 
-LIMITS = [5, 26, 11, 40, 17, 33]  # by prompt: replies end at different times
+LIMITS = [4, 17, 9, 25, 12, 20]  # by prompt: replies end at different times
 EAGER = {"enforce_eager": True}
 
 
@@ -105,7 +105,7 @@ def trained_checkpoint(
             settings = TrainSettings(
                 verifier_name_or_path=real_verifier.identity.name, dtype="float32", data_path=data,
                 save_path=root / method, speculator_type=method, mask_token_id=4, logger="none", total_seq_len=1024,
-                epochs=5.0, max_anchors=96,
+                epochs=3.0, max_anchors=96, num_layers=1,
             )  # fmt: skip
             train(settings, real_verifier)
             folder = root / method / BEST
@@ -116,17 +116,20 @@ def trained_checkpoint(
 
 
 @pytest.fixture(scope="session")
-def serve_offline(real_folder: Path, own_text: OwnText, real_verifier: CausalVerifier) -> Callable[..., Decoded]:
-    """Decode the prompts by vLLM with a draft, four at a time."""
+def serve_offline(real_folder: Path, own_text: OwnText, real_verifier: CausalVerifier) -> Callable[..., list[Decoded]]:
+    """Decode the prompts by vLLM with a draft, four at a time, once for every K."""
 
-    def serve(checkpoint: Checkpoint, k: int, **changes: object) -> Decoded:
-        base = Request(
-            verifier=str(real_folder), prompts=own_text.prompts, stop_ids=sorted(real_verifier.stop_ids),
-            max_tokens=LIMITS, dtype="float32", max_num_seqs=4, max_model_len=512,
-            speculative=speculative_config(checkpoint.folder, checkpoint.contract, k, v1_runner=True),
-            engine=EAGER | DETAILED,
-        )  # fmt: skip
-        return decode(dataclasses.replace(base, **changes), engine_environment(0, cpu=True, v1_runner=True))
+    def serve(checkpoint: Checkpoint, *ks: int, **changes: object) -> list[Decoded]:
+        requests = [
+            Request(
+                verifier=str(real_folder), prompts=own_text.prompts, stop_ids=sorted(real_verifier.stop_ids),
+                max_tokens=LIMITS, dtype="float32", max_num_seqs=4, max_model_len=512,
+                speculative=speculative_config(checkpoint.folder, checkpoint.contract, k, v1_runner=True),
+                engine=EAGER | DETAILED,
+            ) for k in ks
+        ]  # fmt: skip
+        changed = [dataclasses.replace(request, **changes) for request in requests]
+        return decode(changed, engine_environment(0, cpu=True, v1_runner=True))
 
     return serve
 

@@ -30,40 +30,40 @@ MIXTURES = {
 }
 
 
-@pytest.mark.parametrize("k", [1, 3, 7])
 @pytest.mark.parametrize("vocabulary", [49152, 1500])
 @pytest.mark.parametrize("method", ["dflash", "dflare", "dspark"])
 def test_random_drafts_are_served_as_trained(
-    random_checkpoint: Callable[..., Checkpoint], serve_offline: Callable[..., Decoded], real_verifier: CausalVerifier,
-    own_text: OwnText, method: str, vocabulary: int, k: int,
+    random_checkpoint: Callable[..., Checkpoint], serve_offline: Callable[..., list[Decoded]], real_verifier: CausalVerifier,
+    own_text: OwnText, method: str, vocabulary: int,
 ) -> None:  # fmt: skip
     checkpoint = random_checkpoint(real_config(method, draft_vocab_size=vocabulary))
-    served = serve_offline(checkpoint, k)
-    assert [reply.tokens for reply in served.replies] == own_text.replies
-    assert not findings_of(served, checkpoint, real_verifier, own_text, k)
+    ks = (1, 3, 7)
+    for k, served in zip(ks, serve_offline(checkpoint, *ks), strict=True):
+        assert [reply.tokens for reply in served.replies] == own_text.replies
+        assert not findings_of(served, checkpoint, real_verifier, own_text, k)
 
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_mixtures_of_sockets_are_served_as_trained(
-    random_checkpoint: Callable[..., Checkpoint], serve_offline: Callable[..., Decoded], real_verifier: CausalVerifier,
+    random_checkpoint: Callable[..., Checkpoint], serve_offline: Callable[..., list[Decoded]], real_verifier: CausalVerifier,
     own_text: OwnText, name: str,
 ) -> None:  # fmt: skip
     config, k = MIXTURES[name]
     checkpoint = random_checkpoint(config)
-    served = serve_offline(checkpoint, k)
+    (served,) = serve_offline(checkpoint, k)
     assert [reply.tokens for reply in served.replies] == own_text.replies
     assert not findings_of(served, checkpoint, real_verifier, own_text, k)
 
 
 @pytest.mark.parametrize("method", ["dflash", "dflare", "dspark"])
 def test_trained_drafts_are_accepted_as_the_reference_engine_accepts_them(
-    trained_checkpoint: Callable[..., Checkpoint], serve_offline: Callable[..., Decoded], real_verifier: CausalVerifier,
+    trained_checkpoint: Callable[..., Checkpoint], serve_offline: Callable[..., list[Decoded]], real_verifier: CausalVerifier,
     own_text: OwnText, method: str,
 ) -> None:  # fmt: skip
     """Found by the engine through the draft's folder alone, as `vllm serve CHECKPOINT` finds both."""
     checkpoint = trained_checkpoint(method)
     k = checkpoint.contract.default_k
-    served = serve_offline(checkpoint, k, verifier=str(checkpoint.folder), speculative=None)
+    (served,) = serve_offline(checkpoint, k, verifier=str(checkpoint.folder), speculative=None)
     assert [reply.tokens for reply in served.replies] == own_text.replies
     assert not findings_of(served, checkpoint, real_verifier, own_text, k)
     accepted = 0
@@ -77,20 +77,20 @@ def test_trained_drafts_are_accepted_as_the_reference_engine_accepts_them(
 
 
 def test_k_beyond_the_trained_one_is_refused_by_the_engine(
-    random_checkpoint: Callable[..., Checkpoint], serve_offline: Callable[..., Decoded]
+    random_checkpoint: Callable[..., Checkpoint], serve_offline: Callable[..., list[Decoded]]
 ) -> None:
     with pytest.raises(BlockdraftError, match="num_speculative_tokens: 8: a draft of block size 8 proposes 1 to 7"):
         serve_offline(random_checkpoint(real_config("dflash")), 8)
 
 
 def test_sampled_drafting_keeps_the_text_greedy_where_it_must_be(
-    trained_checkpoint: Callable[..., Checkpoint], serve_offline: Callable[..., Decoded], own_text: OwnText
+    trained_checkpoint: Callable[..., Checkpoint], serve_offline: Callable[..., list[Decoded]], own_text: OwnText
 ) -> None:
     """Probabilistic drafts of a sequential head: at a temperature near 0 the verifier's own text comes out."""
     checkpoint = trained_checkpoint("dspark")
     speculative = {"model": str(checkpoint.folder), "method": "dflash", "num_speculative_tokens": 4,
                    "draft_sample_method": "probabilistic"}  # fmt: skip
-    served = serve_offline(
+    (served,) = serve_offline(
         checkpoint, 4, speculative=speculative, sampling={"temperature": 0.02, "seed": 5}, engine=EAGER
     )
     assert [reply.tokens for reply in served.replies] == own_text.replies

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +52,8 @@ def parity(settings: ParitySettings) -> dict[str, Any]:
         plain = engine.generate(prompts, settings.max_num_seqs, on_done=advance)
     exact = pair if pair.verifier.dtype == torch.float32 else load_pair(_in_float32(settings))
     stage = _Stage(settings, pair, exact, prompts, sampling, plain, tie_bound(exact.verifier, pair.verifier, plain))
-    results = {str(k): stage.compare(k) for k in ks}
+    served = stage.served(ks)
+    results = {str(k): stage.compare(k, decoded) for k, decoded in zip(ks, served, strict=True)}
     return {
         "checkpoint": str(settings.checkpoint),
         "method": pair.contract.method,
@@ -82,8 +84,8 @@ class _Stage:
     plain: list[Reply]
     bound: float
 
-    def compare(self, k: int) -> dict[str, Any]:
-        """All three ways with K = k."""
+    def compare(self, k: int, served: Decoded) -> dict[str, Any]:
+        """Reference engine and vLLM against the trainer's forward, with K = k."""
         engine = DecodingEngine(self.pair.verifier, self.pair.draft, k, self.sampling)
         with progress(f"reference engine, K={k}", len(self.prompts)) as advance:
             drafted = engine.generate(self.prompts, self.settings.max_num_seqs, on_done=advance)
@@ -92,8 +94,6 @@ class _Stage:
         ]
         own = [{step.anchor: list(step.drafted) for step in reply.rounds} for reply in drafted]
         findings = self._judge("reference", reference, own, k)
-        say(f"vLLM, K={k}")
-        served = self._served(k)
         blocks = [blocks_of(reply, served.blocks) for reply in served.replies] if served.blocks else None
         findings += self._judge("vllm", served.replies, blocks, k)
         findings += compare_counters(served.replies, served.counters, k)
@@ -125,15 +125,22 @@ class _Stage:
                 advance()
         return findings
 
-    def _served(self, k: int) -> Decoded:
-        settings, contract = self.settings, self.pair.contract
+    def served(self, ks: Sequence[int]) -> list[Decoded]:
+        """What vLLM makes of the prompts for every K."""
+        settings = self.settings
         if settings.endpoint:
-            return self._from_server(settings.endpoint)
+            return [self._from_server(settings.endpoint)]
         cpu = on_processors()
-        v1_runner = needs_v1_runner(contract, cpu)
-        require_servable(self.pair.draft.config, contract, v1_runner)
+        v1_runner = needs_v1_runner(self.pair.contract, cpu)
+        require_servable(self.pair.draft.config, self.pair.contract, v1_runner)
+        say(f"vLLM decodes with K={', '.join(str(k) for k in ks)}")
+        requests = [self._request(k, v1_runner) for k in ks]
+        return decode(requests, engine_environment(settings.threads, cpu, v1_runner))
+
+    def _request(self, k: int, v1_runner: bool) -> Request:
+        settings, contract = self.settings, self.pair.contract
         room = max(len(prompt) for prompt in self.prompts) + settings.max_new_tokens
-        request = Request(
+        return Request(
             verifier=servable_verifier(contract, settings.verifier_name_or_path),
             prompts=self.prompts,
             stop_ids=sorted(self.pair.verifier.stop_ids),
@@ -145,7 +152,6 @@ class _Stage:
             speculative=speculative_config(settings.checkpoint.resolve(), contract, k, v1_runner),
             engine=DETAILED | ({} if settings.compile else {"enforce_eager": True}),
         )
-        return decode(request, engine_environment(settings.threads, cpu, v1_runner))
 
     def _from_server(self, url: str) -> Decoded:
         stop_ids = sorted(self.pair.verifier.stop_ids)

@@ -1,6 +1,6 @@
-"""vLLM without a server: one batch of prompts through an engine in a process of its own.
+"""vLLM without a server: batches of prompts through engines in a process of their own.
 
-`decode` starts this module as a child, gives it a request as JSON on stdin and reads the answer from a file. A
+`decode` starts this module as a child, gives it requests as JSON on stdin and reads the answers from files. A
 process of its own, since the engine reads its environment when it is imported and does not give its memory back.
 """
 
@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,8 @@ class Decoded:
     blocks: dict[str, Blocks]
 
 
-def decode(request: Request, environment: dict[str, str]) -> Decoded:
-    """Run a request in a child process.
+def decode(requests: Sequence[Request], environment: dict[str, str]) -> list[Decoded]:
+    """Run requests one after the other, each with an engine of its own, in one child process.
 
     Args:
         environment: variables added to this process's own (`launcher.engine_environment`).
@@ -66,24 +67,49 @@ def decode(request: Request, environment: dict[str, str]) -> Decoded:
         BlockdraftError: the engine failed; the end of what it said is in the message.
     """
     with tempfile.TemporaryDirectory() as folder:
-        answer, record = Path(folder) / "answer.json", Path(folder) / "blocks.jsonl"
-        variables = {**os.environ, **environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", RECORD_PATH: str(record)}
-        command = [sys.executable, "-m", "blockdraft.serving.offline", str(answer)]
+        variables = {**os.environ, **environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         done = subprocess.run(
-            command, input=json.dumps(asdict(request)), env=variables, capture_output=True, text=True, check=False
+            [sys.executable, "-m", "blockdraft.serving.offline", folder],
+            input=json.dumps([asdict(request) for request in requests]),
+            env=variables,
+            capture_output=True,
+            text=True,
+            check=False,
         )
-        if done.returncode or not answer.is_file():
+        answers = [_answer_path(folder, index) for index in range(len(requests))]
+        if done.returncode or not all(answer.is_file() for answer in answers):
             said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-LOG_LINES:])
             raise BlockdraftError(f"vLLM failed with exit code {done.returncode}:\n{said}")
-        found = json.loads(answer.read_text(encoding="utf-8"))
-        return Decoded([Served(**reply) for reply in found["replies"]], found["counters"], read(record))
+        results = []
+        for index, answer in enumerate(answers):
+            found = json.loads(answer.read_text(encoding="utf-8"))
+            replies = [Served(**reply) for reply in found["replies"]]
+            results.append(Decoded(replies, found["counters"], read(_record_path(folder, index))))
+        return results
+
+
+def _answer_path(folder: str, index: int) -> Path:
+    return Path(folder) / f"answer-{index}.json"
+
+
+def _record_path(folder: str, index: int) -> Path:
+    return Path(folder) / f"blocks-{index}.jsonl"
 
 
 def main() -> None:
     """The child."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    for index, request in enumerate(json.loads(sys.stdin.read())):
+        os.environ[RECORD_PATH] = str(_record_path(sys.argv[1], index))
+        answer = _run(Request(**request))
+        _answer_path(sys.argv[1], index).write_text(json.dumps(answer), encoding="utf-8")
+        cleanup_dist_env_and_memory()
+
+
+def _run(request: Request) -> dict[str, Any]:
     from vllm import LLM, SamplingParams, TokensPrompt
 
-    request = Request(**json.loads(sys.stdin.read()))
     engine = LLM(
         model=request.verifier,
         dtype=request.dtype,
@@ -93,6 +119,7 @@ def main() -> None:
         disable_log_stats=False,
         **request.engine,
     )
+    before = _counters(engine)
     sampling = {"temperature": 0.0, "stop_token_ids": request.stop_ids, **request.sampling}
     parameters = [SamplingParams(max_tokens=limit, **sampling) for limit in request.max_tokens]
     prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in request.prompts]
@@ -102,10 +129,14 @@ def main() -> None:
         steps = reply.spec_decode_metrics
         agreed = list(steps.per_step_accepted) if steps is not None else []
         replies.append({"request": output.request_id, "tokens": list(reply.token_ids), "agreed": agreed})
+    after = _counters(engine)
+    return {"replies": replies, "counters": {name: after[name] - before[name] for name in after}}
+
+
+def _counters(engine: Any) -> dict[str, int]:
     # The engine reports counters without the suffix that Prometheus adds.
     totals = {metric.name: int(metric.value) for metric in engine.get_metrics() if hasattr(metric, "value")}
-    counters = {name: totals.get(metric.removesuffix("_total"), 0) for name, metric in COUNTERS.items()}
-    Path(sys.argv[1]).write_text(json.dumps({"replies": replies, "counters": counters}), encoding="utf-8")
+    return {name: totals.get(metric.removesuffix("_total"), 0) for name, metric in COUNTERS.items()}
 
 
 if __name__ == "__main__":
