@@ -16,6 +16,8 @@ from serving.fixtures import EAGER, LIMITS, Checkpoint, OwnText, findings_of, re
 
 pytestmark = [pytest.mark.real, pytest.mark.engine]
 
+Serve = Callable[..., list[Decoded]]
+
 MIXTURES = {
     "layerwise, one projection, recurrent, from the anchor": (
         real_config("dflare", context_kv="shared", sequential_head="rnn", markov_rank=24, sample_from_anchor=True),
@@ -33,8 +35,7 @@ MIXTURES = {
 @pytest.mark.parametrize("vocabulary", [49152, 1500])
 @pytest.mark.parametrize("method", ["dflash", "dflare", "dspark"])
 def test_random_drafts_are_served_as_trained(
-    random_checkpoint: Callable[..., Checkpoint], serve_offline: Callable[..., list[Decoded]], real_verifier: CausalVerifier,
-    own_text: OwnText, method: str, vocabulary: int,
+    random_checkpoint: Callable[..., Checkpoint], serve_offline: Serve, real_verifier: CausalVerifier, own_text: OwnText, method: str, vocabulary: int,
 ) -> None:  # fmt: skip
     checkpoint = random_checkpoint(real_config(method, draft_vocab_size=vocabulary))
     ks = (1, 3, 7)
@@ -45,8 +46,7 @@ def test_random_drafts_are_served_as_trained(
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_mixtures_of_sockets_are_served_as_trained(
-    random_checkpoint: Callable[..., Checkpoint], serve_offline: Callable[..., list[Decoded]], real_verifier: CausalVerifier,
-    own_text: OwnText, name: str,
+    random_checkpoint: Callable[..., Checkpoint], serve_offline: Serve, real_verifier: CausalVerifier, own_text: OwnText, name: str,
 ) -> None:  # fmt: skip
     config, k = MIXTURES[name]
     checkpoint = random_checkpoint(config)
@@ -57,8 +57,7 @@ def test_mixtures_of_sockets_are_served_as_trained(
 
 @pytest.mark.parametrize("method", ["dflash", "dflare", "dspark"])
 def test_trained_drafts_are_accepted_as_the_reference_engine_accepts_them(
-    trained_checkpoint: Callable[..., Checkpoint], serve_offline: Callable[..., list[Decoded]], real_verifier: CausalVerifier,
-    own_text: OwnText, method: str,
+    trained_checkpoint: Callable[..., Checkpoint], serve_offline: Serve, real_verifier: CausalVerifier, own_text: OwnText, method: str,
 ) -> None:  # fmt: skip
     """Found by the engine through the draft's folder alone, as `vllm serve CHECKPOINT` finds both."""
     checkpoint = trained_checkpoint(method)
@@ -77,14 +76,14 @@ def test_trained_drafts_are_accepted_as_the_reference_engine_accepts_them(
 
 
 def test_k_beyond_the_trained_one_is_refused_by_the_engine(
-    random_checkpoint: Callable[..., Checkpoint], serve_offline: Callable[..., list[Decoded]]
+    random_checkpoint: Callable[..., Checkpoint], serve_offline: Serve
 ) -> None:
     with pytest.raises(BlockdraftError, match="num_speculative_tokens: 8: a draft of block size 8 proposes 1 to 7"):
         serve_offline(random_checkpoint(real_config("dflash")), 8)
 
 
 def test_sampled_drafting_keeps_the_text_greedy_where_it_must_be(
-    trained_checkpoint: Callable[..., Checkpoint], serve_offline: Callable[..., list[Decoded]], own_text: OwnText
+    trained_checkpoint: Callable[..., Checkpoint], serve_offline: Serve, own_text: OwnText
 ) -> None:
     """Probabilistic drafts of a sequential head: at a temperature near 0 the verifier's own text comes out."""
     checkpoint = trained_checkpoint("dspark")
