@@ -10,11 +10,13 @@ prepare_environment()
 os.environ["HF_HUB_OFFLINE"] = "1"  # tests never reach for a hub
 
 import dataclasses  # noqa: E402
+import json  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from transformers import (  # noqa: E402
     Gemma3ForCausalLM,
@@ -29,6 +31,8 @@ from transformers import (  # noqa: E402
     Qwen3ForCausalLM,
 )
 
+from blockdraft.checkpoints.speculators import DIGEST  # noqa: E402
+from blockdraft.checkpoints.store import CONFIG, WEIGHTS, digest  # noqa: E402
 from blockdraft.contract import Contract  # noqa: E402
 from blockdraft.models.block_draft import BlockDraft  # noqa: E402
 from blockdraft.models.config import METHODS, DraftConfig  # noqa: E402
@@ -165,6 +169,16 @@ def tiny_draft(verifier: CausalVerifier, config: DraftConfig, seed: int = 0) -> 
 def contract_of(draft: BlockDraft, verifier: CausalVerifier) -> Contract:
     """The contract of a draft, its vocabulary map included."""
     return make_contract(draft.config, verifier, None if draft.vocabulary is None else draft.vocabulary.ids)
+
+
+def rewrite(
+    folder: Path, tensors: dict[str, torch.Tensor] | None = None, config: dict | None = None, sign: bool = True
+) -> None:
+    """Change a checkpoint in place; signed, as an exporter with a fault would leave it, or as somebody who edits it."""
+    stated = json.loads((folder / CONFIG).read_text()) if config is None else config
+    kept = load_file(folder / WEIGHTS) if tensors is None else tensors
+    save_file(kept, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps({**stated, DIGEST: digest(stated, kept)} if sign else stated))
 
 
 def random_document(length: int, reply_start: int, seed: int, name: str | None = None) -> Document:

@@ -35,7 +35,9 @@ MIXTURES = {
 @pytest.mark.parametrize("vocabulary", [49152, 1500])
 @pytest.mark.parametrize("method", ["dflash", "dflare", "dspark"])
 def test_random_drafts_are_served_as_trained(
-    random_checkpoint: Callable[..., Checkpoint], serve_offline: Serve, real_verifier: CausalVerifier, own_text: OwnText, method: str, vocabulary: int,
+    random_checkpoint: Callable[..., Checkpoint], serve_offline: Serve, real_verifier: CausalVerifier,
+    own_text: OwnText,
+    method: str, vocabulary: int,
 ) -> None:  # fmt: skip
     checkpoint = random_checkpoint(real_config(method, draft_vocab_size=vocabulary))
     ks = (1, 3, 7)
@@ -46,7 +48,9 @@ def test_random_drafts_are_served_as_trained(
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_mixtures_of_sockets_are_served_as_trained(
-    random_checkpoint: Callable[..., Checkpoint], serve_offline: Serve, real_verifier: CausalVerifier, own_text: OwnText, name: str,
+    random_checkpoint: Callable[..., Checkpoint], serve_offline: Serve, real_verifier: CausalVerifier,
+    own_text: OwnText,
+    name: str,
 ) -> None:  # fmt: skip
     config, k = MIXTURES[name]
     checkpoint = random_checkpoint(config)
@@ -57,7 +61,9 @@ def test_mixtures_of_sockets_are_served_as_trained(
 
 @pytest.mark.parametrize("method", ["dflash", "dflare", "dspark"])
 def test_trained_drafts_are_accepted_as_the_reference_engine_accepts_them(
-    trained_checkpoint: Callable[..., Checkpoint], serve_offline: Serve, real_verifier: CausalVerifier, own_text: OwnText, method: str,
+    trained_checkpoint: Callable[..., Checkpoint], serve_offline: Serve, real_verifier: CausalVerifier,
+    own_text: OwnText,
+    method: str,
 ) -> None:  # fmt: skip
     """Found by the engine through the draft's folder alone, as `vllm serve CHECKPOINT` finds both."""
     checkpoint = trained_checkpoint(method)

@@ -14,6 +14,7 @@ from blockdraft.models.config import MIXTURE, DraftConfig
 
 FORMAT_VERSION = "0.9.0"
 CONTRACT_KEY = "blockdraft"
+DIGEST = "blockdraft_digest"  # signs config and weights of one export (`store.digest`)
 ARCHITECTURES = {
     "dflash": "DFlashDraftModel",
     "dflare": "DFlareDraftModel",
@@ -155,7 +156,8 @@ def parse_config(raw: dict[str, Any], where: str) -> tuple[DraftConfig, Contract
     except KeyError as error:
         raise InputError(f"{where} transformer_layer_config", error, "is missing") from None
     _require_consistent(config, contract, where)
-    _require_equal(raw, config_json(config, contract, raw.get("dtype", "")), where)
+    stated = {key: value for key, value in raw.items() if key != DIGEST}
+    _require_equal(stated, config_json(config, contract, raw.get("dtype", "")), where)
     return config, contract
 
 

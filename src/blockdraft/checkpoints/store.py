@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +15,20 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from blockdraft.checkpoints.speculators import FILE_NAMES, HEAD, config_json, parse_config
+from blockdraft.checkpoints.speculators import DIGEST, FILE_NAMES, HEAD, config_json, parse_config
 from blockdraft.contract import Contract
 from blockdraft.errors import InputError
 from blockdraft.folders import read_json, replacing, write_json
 from blockdraft.models.block_draft import BlockDraft
 from blockdraft.models.config import DraftConfig
 from blockdraft.models.fusion import ProjectedFusion
-from blockdraft.models.vocabulary import map_hash
+from blockdraft.models.vocabulary import DraftVocabulary, map_hash
 from blockdraft.runtime import dtype_name
 from blockdraft.verifiers.base import Verifier
 
 WEIGHTS, CONFIG, PROVENANCE = "model.safetensors", "config.json", "provenance.json"
+INFORMATIVE = (("blockdraft", "verifier", "name"), ("speculators_config", "verifier", "name_or_path"))
+"""Where the verifier lay. Names are for people; a folder that was moved is the same verifier."""
 
 
 def save_draft(
@@ -34,7 +41,8 @@ def save_draft(
             for name, tensor in exported_tensors(draft).items()
         }
         save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
-        write_json(temporary / CONFIG, config_json(draft.config, contract, dtype_name(dtype)))
+        stated = config_json(draft.config, contract, dtype_name(dtype))
+        write_json(temporary / CONFIG, {**stated, DIGEST: digest(stated, tensors)})
         write_json(temporary / PROVENANCE, provenance)
 
 
@@ -65,60 +73,110 @@ def read_contract(folder: Path) -> Contract:
     return read_checkpoint_facts(folder)[1]
 
 
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint whose parts have been checked against each other."""
+
+    config: DraftConfig
+    contract: Contract
+    tensors: dict[str, Tensor]
+    """By their names in the file."""
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Read a checkpoint and check config, contract and tensors against each other; no verifier is needed.
+
+    Raises:
+        InputError: a damaged or changed file, a tensor that is missing, unknown or of another shape, or a config that
+            contradicts itself; one line says which.
+    """
+    raw = _read_config(folder)
+    config, contract = parse_config(copy.deepcopy(raw), f"{folder.name}/{CONFIG}")
+    path = folder / WEIGHTS
+    try:
+        tensors = load_file(path)
+    except FileNotFoundError:
+        raise InputError("checkpoint", path, "no such file") from None
+    except SafetensorError as error:
+        raise InputError("checkpoint", path, f"damaged ({error})") from None
+    _require_tensors(config, tensors, path)
+    _require_map(config, contract, tensors, path)
+    found = digest(raw, tensors)
+    if raw.get(DIGEST) != found:
+        raise InputError(
+            f"checkpoint {DIGEST}",
+            raw.get(DIGEST, "missing"),
+            f"{folder} holds {found}: weights or config.json were changed after they were written; export them again",
+        )
+    return Checkpoint(config, contract, tensors)
+
+
+def digest(raw: dict[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over config.json and every tensor, 16 digits; where the verifier lies is left out, since folders move."""
+    facts = copy.deepcopy(raw)
+    facts.pop(DIGEST, None)
+    for keys in INFORMATIVE:
+        place = facts
+        for key in keys[:-1]:
+            place = place.get(key) or {}
+        place.pop(keys[-1], None)
+    total = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        total.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        total.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()[:16]
+
+
 def load_draft(folder: Path, verifier: Verifier, dtype: torch.dtype) -> tuple[BlockDraft, Contract]:
     """Load a draft for a verifier, which must be the one it was trained for.
 
     Raises:
-        InputError: another verifier, a damaged file, or a config that contradicts itself; one line says which.
+        InputError: another verifier, or whatever `read_checkpoint` refuses.
     """
-    config, contract = read_checkpoint_facts(folder)
-    contract.require_verifier(verifier.identity, verifier.final_norm, verifier.logit_softcap)
-    draft = BlockDraft(config)
-    modules = {FILE_NAMES.get(name, name): name for name in draft.state_dict()}
-    expected = modules.keys() | ({HEAD} if config.reduced else set())
-    try:
-        tensors = load_file(folder / WEIGHTS)
-    except FileNotFoundError:
-        raise InputError("checkpoint", folder / WEIGHTS, "no such file") from None
-    except SafetensorError as error:
-        raise InputError("checkpoint", folder / WEIGHTS, f"damaged ({error})") from None
-    for name in sorted(expected ^ tensors.keys()):
-        problem = "missing" if name in expected else "not part of such a draft"
-        raise InputError(f"checkpoint tensor {name}", problem, f"{folder / WEIGHTS} does not fit its config.json")
-    head = tensors.pop(HEAD) if config.reduced else None
-    state = draft.state_dict()
-    for name, tensor in tensors.items():
-        if tensor.shape != state[modules[name]].shape:
-            wanted = list(state[modules[name]].shape)
-            raise InputError(f"checkpoint tensor {name}", list(tensor.shape), f"config.json makes it {wanted}")
-    draft.load_state_dict({modules[name]: tensor for name, tensor in tensors.items()})
+    found = read_checkpoint(folder)
+    found.contract.require_verifier(verifier.identity, verifier.final_norm, verifier.logit_softcap)
+    draft = BlockDraft(found.config)
+    draft.load_state_dict(
+        {name: found.tensors[FILE_NAMES.get(name, name)] for name in draft.state_dict()}
+    )  # fmt: skip
     draft.to(device=verifier.device, dtype=dtype).requires_grad_(False).eval()
-    _require_map(draft, contract, folder)
     draft.borrow(verifier.embedding_VE, verifier.head_VE)
-    if head is not None:
-        _take_head(draft, head.to(device=verifier.device, dtype=verifier.dtype), folder)
-    return draft, contract
+    if found.config.reduced:  # the file's own rows of the head, as a server will use them
+        head = found.tensors[HEAD].to(device=verifier.device, dtype=verifier.dtype)
+        object.__setattr__(draft, "head_VE", head)
+    return draft, found.contract
 
 
-def _require_map(draft: BlockDraft, contract: Contract, folder: Path) -> None:
+def _require_tensors(config: DraftConfig, tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Refuse tensors that are missing, unknown or of another shape than the config makes them."""
+    with torch.device("meta"):
+        shapes = {FILE_NAMES.get(name, name): list(t.shape) for name, t in BlockDraft(config).state_dict().items()}
+    if config.reduced:
+        shapes[HEAD] = [config.draft_vocab_size, config.hidden_size]
+    for name in sorted(shapes.keys() ^ tensors.keys()):
+        problem = "missing" if name in shapes else "not part of such a draft"
+        raise InputError(f"checkpoint tensor {name}", problem, f"{path} does not fit its config.json")
+    for name, tensor in tensors.items():
+        if list(tensor.shape) != shapes[name]:
+            raise InputError(
+                f"checkpoint tensor {name}", list(tensor.shape), f"{path}: config.json makes it {shapes[name]}"
+            )
+
+
+def _require_map(config: DraftConfig, contract: Contract, tensors: Mapping[str, Tensor], path: Path) -> None:
     """Refuse a vocabulary map whose two tensors differ, or that is not the one the draft was trained with."""
-    if draft.vocabulary is None:
+    if not config.reduced:
         return
-    if not draft.vocabulary.consistent:
-        raise InputError("checkpoint tensors d2t and t2d", folder / WEIGHTS, "state two different vocabulary maps")
-    found = map_hash(draft.vocabulary.ids, draft.config.vocab_size)
+    vocabulary = DraftVocabulary(config)
+    vocabulary.load_state_dict({"d2t": tensors["d2t"], "t2d": tensors["t2d"]})
+    if not vocabulary.consistent:
+        raise InputError("checkpoint tensors d2t and t2d", path, "state two different vocabulary maps")
+    found = map_hash(vocabulary.ids, config.vocab_size)
     if found != contract.vocab_map_hash:
         raise InputError(
             "checkpoint vocabulary map", found, f"the contract says {contract.vocab_map_hash}; d2t is another draft's"
         )
-
-
-def _take_head(draft: BlockDraft, head: Tensor, folder: Path) -> None:
-    """Use the file's output head, as a server will; it must have the rows of the map."""
-    assert draft.head_VE is not None
-    if head.shape != draft.head_VE.shape:
-        raise InputError(f"checkpoint tensor {HEAD}", list(head.shape), f"{folder / WEIGHTS}: must have a row a token")
-    object.__setattr__(draft, "head_VE", head)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

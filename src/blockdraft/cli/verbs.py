@@ -97,6 +97,15 @@ VERBS: dict[str, Verb] = {
             'blockdraft generate runs/draft/checkpoint_best "List five fruits." --engine vllm',
         ),
     ),
+    "check": Verb(
+        s.CheckSettings,
+        _PIPELINE + "check:check",
+        _TABLES + "show_fields",
+        (
+            "blockdraft check runs/draft/checkpoint_best",
+            "blockdraft check runs/draft/checkpoint_best --verifier-name-or-path runs/verifier",
+        ),
+    ),
     "serve": Verb(
         s.ServeSettings,
         _PIPELINE + "serve:serve",

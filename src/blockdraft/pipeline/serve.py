@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from blockdraft.checkpoints.store import read_checkpoint_facts
+from blockdraft.checkpoints.store import read_checkpoint
 from blockdraft.contract import Contract
 from blockdraft.errors import InputError
 from blockdraft.progress import say
@@ -30,14 +30,15 @@ def serve(settings: ServeSettings) -> dict[str, Any]:
 
 def planned(settings: ServeSettings) -> Launch:
     """Everything that can be refused is refused here, before the engine loads anything."""
-    config, contract = read_checkpoint_facts(settings.checkpoint)
+    found = read_checkpoint(settings.checkpoint)
+    contract = found.contract
     verifier = servable_verifier(contract, settings.verifier_name_or_path)
     k = contract.default_k if settings.k is None else settings.k
     contract.require_k(k)
     contract.require_verifier(*read_identity(verifier))
     return launch(
         settings.checkpoint.resolve(),
-        config,
+        found.config,
         contract,
         verifier,
         k=k,

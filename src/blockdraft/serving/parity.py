@@ -101,6 +101,11 @@ def compare_reply(
     def differs(stage: str, position: int, wanted: object, found: object) -> Finding:
         return Finding(engine, index, stage, position, wanted, found)
 
+    # A wrong count leads to anchors that are none; what follows it cannot be judged.
+    lost = next((step for step in rounds if step.anchor not in proposals), None)
+    if lost is not None:
+        findings.append(differs("agreed tokens", lost.anchor, "an anchor inside the reply", "none"))
+        rounds = rounds[: rounds.index(lost)]
     for step in rounds if blocks is not None else ():
         wanted, found = list(proposals[step.anchor]), (blocks or {}).get(step.anchor, [])
         slot = first_difference(wanted, found)
@@ -127,7 +132,7 @@ def compare_reply(
             break
     last = len(text) - 1
     end = rounds[-1].anchor + rounds[-1].agreed + 1 if rounds else len(prompt)
-    if reply.tokens and end < last:
+    if reply.tokens and end < last and lost is None:
         findings.append(differs("agreed tokens", end, last, "rounds end before the reply"))
     return findings
 

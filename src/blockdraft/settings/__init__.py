@@ -9,13 +9,14 @@ from blockdraft.settings.base import build, flag_name, read_recipe, resolved
 from blockdraft.settings.common import CheckpointSettings, ComputeSettings, SamplingSettings, VerifierSettings
 from blockdraft.settings.data import ConvertSettings, PrepareSettings, RegenerateSettings
 from blockdraft.settings.draft import DEFAULT_LOSS, DEFAULT_NUM_TAPS, DraftSettings, ObjectiveSettings
-from blockdraft.settings.serving import ParitySettings, ServeSettings
+from blockdraft.settings.serving import CheckSettings, ParitySettings, ServeSettings
 from blockdraft.settings.training import TrainSettings
 from blockdraft.settings.using import EvaluateSettings, GenerateSettings, QuickstartSettings
 
 __all__ = [
     "DEFAULT_LOSS",
     "DEFAULT_NUM_TAPS",
+    "CheckSettings",
     "CheckpointSettings",
     "ComputeSettings",
     "ConvertSettings",

@@ -12,6 +12,16 @@ ENGINE_HELP = "flags for vLLM itself, passed on as they stand"
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckSettings:
+    """Check a checkpoint: config, contract and weights against each other, and against the verifier's folder."""
+
+    checkpoint: Path = required("folder of the draft", argument=True)
+    verifier_name_or_path: str | None = setting(
+        None, "folder or hub id of the verifier; default: the folder that the checkpoint names, if it is there"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServeSettings:
     """Serve a draft and its verifier with vLLM. Flags that are not listed here are passed on to `vllm serve`."""
 

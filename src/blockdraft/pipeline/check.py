@@ -1,0 +1,39 @@
+"""`blockdraft check`: is a checkpoint whole, and does it belong to its verifier?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from blockdraft.checkpoints.store import read_checkpoint
+from blockdraft.settings import CheckSettings
+from blockdraft.verifiers.identity import read_identity
+from blockdraft.verifiers.loading import is_gguf
+
+
+def check(settings: CheckSettings) -> dict[str, Any]:
+    """Check config, contract and weights against each other, and against the verifier where it is to be had.
+
+    Raises:
+        InputError: the first statement that is wrong, by name.
+    """
+    found = read_checkpoint(settings.checkpoint)
+    contract = found.contract
+    given = settings.verifier_name_or_path
+    name = given or contract.verifier.name
+    compared = False
+    if given is not None or (Path(name).is_dir() and not is_gguf(name)):
+        contract.require_verifier(*read_identity(name))
+        compared = True
+    return {
+        "checkpoint": str(settings.checkpoint),
+        "method": contract.method,
+        "proposes up to": contract.default_k,
+        "taps": list(contract.tap_ids),
+        "draft vocabulary": contract.draft_vocab_size,
+        "tensors": len(found.tensors),
+        "parameters": sum(t.numel() for t in found.tensors.values() if t.is_floating_point()),
+        "verifier": name,
+        "verifier compared": compared,
+        "verdict": "config, contract and weights agree" + (", and it is this verifier's" if compared else ""),
+    }
