@@ -96,6 +96,19 @@ def test_a_port_in_use_is_refused(workshop: Path) -> None:
             planned(ServeSettings(checkpoint=workshop / "dflash", port=port))
 
 
+def test_an_environment_without_the_plugin_is_refused(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ServeSettings(checkpoint=workshop / "dflash", port=18768)
+    with monkeypatch.context() as patch:
+        patch.setenv("VLLM_PLUGINS", "another")
+        with pytest.raises(InputError, match="VLLM_PLUGINS: another: leaves out the plugin"):
+            planned(settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(launcher.importlib.metadata, "entry_points", lambda group: [])
+        with pytest.raises(InputError, match="no entry point 'blockdraft'"):
+            planned(settings)
+    planned(settings)
+
+
 @pytest.mark.parametrize(
     ("versions", "message"),
     [

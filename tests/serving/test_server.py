@@ -14,18 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx2 as httpx
+import psutil
 import pytest
 
 from blockdraft.decoding.engine import DecodingEngine
-from blockdraft.pipeline.serve import planned
 from blockdraft.serving.client import EngineClient
-from blockdraft.serving.launcher import running, stop
-from blockdraft.settings import SamplingSettings, ServeSettings
+from blockdraft.serving.launcher import Launch, running, stop
+from blockdraft.settings import SamplingSettings
 from blockdraft.verifiers.causal import CausalVerifier
 from serving.fixtures import Checkpoint, OwnText
 
 pytestmark = [pytest.mark.real, pytest.mark.engine]
 
+BLOCKDRAFT = (sys.executable, "-m", "blockdraft.cli.main")
 # Few and small cache blocks, so that eight requests at once cannot all be kept.
 ENGINE = ("--enforce-eager", "--max-num-seqs", "8", "--max-model-len", "320", "--block-size", "32",
           "--num-gpu-blocks-override", "28")  # fmt: skip
@@ -53,17 +54,15 @@ def server(
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     record = folder / "blocks.jsonl"
-    settings = ServeSettings(
-        checkpoint=checkpoint.folder, dtype="float32", port=port, record=record, engine_arguments=ENGINE
-    )
-    plan = planned(settings)
+    command = [*BLOCKDRAFT, "serve", str(checkpoint.folder), "--dtype", "float32", "--port", str(port), "--record",
+               str(record), *ENGINE]  # fmt: skip
+    plan = Launch(command, {}, "", f"http://127.0.0.1:{port}")
     with running(plan, folder / "log.txt") as process:
         yield Server(process, plan.url, record, checkpoint)
 
 
 def blockdraft(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "blockdraft.cli.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return subprocess.run([*BLOCKDRAFT, *arguments], capture_output=True, text=True, check=False)
 
 
 def test_parity_with_a_running_server(server: Server) -> None:
@@ -135,10 +134,20 @@ def test_load_with_aborts_and_preemption_gives_no_wrong_token(
     assert server.gauge("kv_cache_usage_perc") == 0  # no block is left behind
 
 
+def test_a_server_that_dies_while_loading_is_reported_in_a_line(server: Server) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    done = blockdraft("serve", str(server.checkpoint.folder), "--port", str(port), "--max-model-len", "99999999")
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1].startswith("blockdraft: vLLM ended by itself with exit code 1")
+    assert not [p for p in psutil.process_iter(["cmdline"]) if f"--port {port}" in " ".join(p.info["cmdline"] or [])]
+
+
 def test_the_end_is_clean(server: Server) -> None:
-    """Last: SIGTERM ends the server, its engine with it, with exit code 0."""
-    children = subprocess.run(["pgrep", "-g", str(server.process.pid)], capture_output=True, text=True).stdout.split()
+    """Last: SIGTERM ends the command, the server and its engine, with exit code 0."""
+    children = psutil.Process(server.process.pid).children(recursive=True)
     assert len(children) > 1
     assert stop(server.process) == 0
-    left = subprocess.run(["pgrep", "-g", str(server.process.pid)], capture_output=True, text=True).stdout.split()
-    assert not left
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive

@@ -22,7 +22,13 @@ from blockdraft.progress import progress, say
 from blockdraft.records import Document
 from blockdraft.runtime import dtype_name, machine_description
 from blockdraft.serving.client import EngineClient, Served
-from blockdraft.serving.launcher import engine_environment, needs_v1_runner, on_processors, speculative_config
+from blockdraft.serving.launcher import (
+    engine_environment,
+    needs_v1_runner,
+    on_processors,
+    require_plugin,
+    speculative_config,
+)
 from blockdraft.serving.offline import DETAILED, Decoded, Request, decode
 from blockdraft.serving.parity import (
     STAGES,
@@ -132,6 +138,7 @@ class _Stage:
             return [self._from_server(settings.endpoint)]
         cpu = on_processors()
         v1_runner = needs_v1_runner(self.pair.contract, cpu)
+        require_plugin()
         require_servable(self.pair.draft.config, self.pair.contract, v1_runner)
         say(f"vLLM decodes with K={', '.join(str(k) for k in ks)}")
         requests = [self._request(k, v1_runner) for k in ks]

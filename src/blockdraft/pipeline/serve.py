@@ -1,9 +1,7 @@
-"""`blockdraft serve`: check the pair, then become `vllm serve`."""
+"""`blockdraft serve`: check the pair, then run `vllm serve`."""
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +10,20 @@ from blockdraft.contract import Contract
 from blockdraft.errors import InputError
 from blockdraft.progress import say
 from blockdraft.runtime import dtype_name, has_fast_bfloat16, resolve_dtype
-from blockdraft.serving.launcher import Launch, launch
+from blockdraft.serving.launcher import Launch, launch, serve_until_stopped
 from blockdraft.settings import ServeSettings
 from blockdraft.verifiers.identity import read_identity
 from blockdraft.verifiers.loading import is_gguf
 
 
 def serve(settings: ServeSettings) -> dict[str, Any]:
-    """Serve until stopped: this process becomes the server, so that signals reach it. Returns for a dry run only."""
+    """Serve until stopped (SIGTERM, Ctrl-C)."""
     plan = planned(settings)
     say(f"blockdraft: {plan.summary}")
-    if settings.dry_run:
-        return {"command": plan.command, "environment": plan.environment, "url": plan.url}
-    sys.stdout.flush()
-    os.execvpe(plan.command[0], plan.command, {**os.environ, **plan.environment})
+    result = {"command": plan.command, "environment": plan.environment, "url": plan.url}
+    if not settings.dry_run:
+        serve_until_stopped(plan)
+    return result
 
 
 def planned(settings: ServeSettings) -> Launch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from blockdraft.serving.plugin import KNOWN_ENGINES, require_servable
 from blockdraft.serving.record import RECORD_PATH
 
 OURS = ("--speculative-config", "-sc", "--model", "--tokenizer", "--dtype", "--host", "--port")
+PLUGIN_GROUP, PLUGIN = "vllm.general_plugins", "blockdraft"
 CPU_CACHE_GIB = 1  # key/value cache on processors where nobody says otherwise; vLLM would take half of the memory
 
 
@@ -110,6 +112,7 @@ def launch(
     """Plan `vllm serve` for a checkpoint; refuses what cannot work before anything is started."""
     cpu = on_processors()
     v1_runner = needs_v1_runner(contract, cpu)
+    require_plugin()
     require_servable(config, contract, v1_runner)
     for argument in engine_arguments:
         if argument.split("=")[0] in OURS:
@@ -145,6 +148,44 @@ def require_free(host: str, port: int) -> None:
             raise InputError("--port", port, f"cannot be bound on {host} ({error.strerror}); choose another") from None
 
 
+def require_plugin() -> None:
+    """Refuse an environment in which the engine would not load the plugin."""
+    found = importlib.metadata.entry_points(group=PLUGIN_GROUP)
+    if PLUGIN not in {point.name for point in found}:
+        raise InputError(
+            PLUGIN_GROUP, f"no entry point {PLUGIN!r}", "install blockdraft beside vLLM (pip install), not by a path"
+        )
+    wanted = os.environ.get("VLLM_PLUGINS")
+    if wanted is not None and PLUGIN not in wanted.split(","):
+        raise InputError("VLLM_PLUGINS", wanted, f"leaves out the plugin; add {PLUGIN} or unset it")
+
+
+def serve_until_stopped(plan: Launch) -> None:
+    """Run a server in the foreground; SIGTERM and Ctrl-C end it, and nothing of it is left behind.
+
+    Raises:
+        BlockdraftError: it ended by itself.
+    """
+    process = subprocess.Popen(plan.command, env={**os.environ, **plan.environment}, start_new_session=True)
+    stopped = False
+
+    def end(*_: object) -> None:
+        nonlocal stopped
+        stopped = True
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+
+    previous = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        code = process.wait()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        _end_group(process)
+    if not stopped:
+        raise BlockdraftError(f"vLLM ended by itself with exit code {code}; its own messages above say why")
+
+
 @contextlib.contextmanager
 def running(plan: Launch, log: Path, ready_seconds: float = 600.0) -> Iterator[subprocess.Popen[bytes]]:
     """A server in the background, healthy when the body starts and gone when it ends.
@@ -177,6 +218,11 @@ def stop(process: subprocess.Popen[bytes], seconds: float = 60.0) -> int:
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _end_group(process)
         return process.wait()
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill what is left of a server's processes."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
