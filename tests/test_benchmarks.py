@@ -13,6 +13,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import acceptance  # noqa: E402
+import serve  # noqa: E402
 from report import write_section  # noqa: E402
 
 
@@ -35,6 +36,16 @@ def test_train_step_measures_every_method_its_floor_and_its_twin(tmp_path: Path,
 def result(workload: str, method: str, lengths: list[float]) -> dict:
     history = [{"seconds": 40.0 * (i + 1), "acceptance_length": length} for i, length in enumerate(lengths)]
     return {"workload": workload, "method": method, "training": {"history": history}}
+
+
+def test_the_server_without_a_draft_differs_in_nothing_else() -> None:
+    command = ["vllm", "serve", "verifier", "--dtype", "float32", "--host", "127.0.0.1", "--port", "8300",
+               "--speculative-config", "{}", "--per-request-spec-decode-metrics", "detailed",
+               "--enforce-eager"]  # fmt: skip
+    plain = serve.without_draft(serve.Launch(command, {"A": "1"}, "with a draft", "http://127.0.0.1:8300"), 8301)
+    wanted = "vllm serve verifier --dtype float32 --host 127.0.0.1 --port 8301 --enforce-eager"
+    assert (" ".join(plain.command), plain.url) == (wanted, "http://127.0.0.1:8301")
+    assert plain.environment == {"A": "1"} and command[8] == "8300"
 
 
 def test_growth_is_read_at_minutes_and_drawn(tmp_path: Path) -> None:
