@@ -28,8 +28,8 @@ pytestmark = [pytest.mark.real, pytest.mark.engine]
 
 BLOCKDRAFT = (sys.executable, "-m", "blockdraft.cli.main")
 # Few and small cache blocks, so that eight requests at once cannot all be kept.
-ENGINE = ("--enforce-eager", "--max-num-seqs", "8", "--max-model-len", "320", "--block-size", "32",
-          "--num-gpu-blocks-override", "28")  # fmt: skip
+ENGINE = ("--enforce-eager", "--max-num-seqs", "8", "--max-model-len", "352", "--block-size", "32",
+          "--num-gpu-blocks-override", "16", "--no-enable-prefix-caching")  # fmt: skip
 
 
 @dataclass
@@ -100,7 +100,7 @@ def test_load_with_aborts_and_preemption_gives_no_wrong_token(
     draw = random.Random(0)
     jobs = []
     for number in range(200):
-        which = draw.randrange(len(own_text.prompts))
+        which = draw.randrange(len(prompts))
         limit = draw.choice([1, 3, 6, 12, 20]) if number % 8 else 64
         abort = number % 5 == 0 and limit > 6
         jobs.append((which, limit, abort))
@@ -109,10 +109,9 @@ def test_load_with_aborts_and_preemption_gives_no_wrong_token(
         which, limit, abort = job
         with EngineClient(server.url) as client:
             if not abort:
-                prompt = own_text.prompts[which]
-                return client.complete(prompt, [], max_tokens=limit, temperature=0, ignore_eos=True).tokens
+                return client.complete(prompts[which], [], max_tokens=limit, temperature=0, ignore_eos=True).tokens
             tokens: list[int] = []
-            stream = client.stream(own_text.prompts[which], [], max_tokens=limit, temperature=0, ignore_eos=True)
+            stream = client.stream(prompts[which], [], max_tokens=limit, temperature=0, ignore_eos=True)
             for piece in stream:
                 tokens += piece
                 if len(tokens) > 4:
@@ -128,7 +127,7 @@ def test_load_with_aborts_and_preemption_gives_no_wrong_token(
     assert sum(abort for _, _, abort in jobs) > 5
     assert server.gauge("num_preemptions_total") > 0
     with EngineClient(server.url) as client:  # alive, and right
-        last = client.complete(own_text.prompts[0], [], max_tokens=9, temperature=0, ignore_eos=True)
+        last = client.complete(prompts[0], [], max_tokens=9, temperature=0, ignore_eos=True)
     assert last.tokens == plain[0][:9]
     assert server.gauge("num_requests_running") == server.gauge("num_requests_waiting") == 0
     assert server.gauge("kv_cache_usage_perc") == 0  # no block is left behind
