@@ -51,10 +51,9 @@ def norm(_: dict, tensors: dict) -> None:
 
 
 def vocabulary(config: dict, tensors: dict) -> None:
-    """The first kept id is given up for one that was not kept."""
+    """As many other ids: each proposed token means another one."""
     kept = tensors["t2d"].nonzero()[:, 0]
-    free = (~tensors["t2d"]).nonzero()[:, 0]
-    other = torch.cat((kept[1:], free[free > kept[0]][:1])).sort().values
+    other = (~tensors["t2d"]).nonzero()[:, 0][: len(kept)]
     tensors["t2d"] = torch.zeros_like(tensors["t2d"]).index_fill(0, other, True)
     tensors["d2t"] = other - torch.arange(len(other))
     config["blockdraft"]["vocab_map_hash"] = map_hash(other, len(tensors["t2d"]))

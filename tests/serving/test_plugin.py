@@ -120,3 +120,32 @@ def test_context_keys_are_normalised_by_their_own_layer() -> None:
     ops.rms_norm(stock, keys, weights, 1e-6)
     # When this fails, the engine's kernel has been mended and the plugin's part can go.
     assert not torch.allclose(stock[1], found[1], atol=1e-3)
+
+
+def test_a_temperature_reaches_every_token_of_its_request() -> None:
+    """The other fault that is mended: the engine's own kernel on processors loses values that are no integers."""
+    pytest.importorskip("vllm")
+    from blockdraft.serving.plugin import repeated_for_tokens
+
+    temperatures, cumulated = torch.tensor([0.7, 0.0, 1.3]), torch.tensor([2, 2, 5])
+    found = repeated_for_tokens(temperatures, cumulated, 5, replace_from=0, replace_to=1)
+    torch.testing.assert_close(found, torch.tensor([0.7, 0.7, 1.3, 1.3, 1.3]))
+    found = repeated_for_tokens(torch.tensor([0.0, 0.5]), torch.tensor([1, 3]), 3, replace_from=0, replace_to=1)
+    torch.testing.assert_close(found, torch.tensor([1.0, 0.5, 0.5]))
+    done = in_child(
+        """
+        import torch
+        from vllm.v1.sample import rejection_sampler
+        from vllm.utils import cpu_triton_utils
+        output = torch.full((3,), 9.0)
+        cpu_triton_utils._expand_kernel_impl(output, torch.tensor([0.7, 1.3]), torch.tensor([1, 3]), 0, 1)
+        print(output.tolist())
+        stock = rejection_sampler.expand_batch_to_tokens
+        import blockdraft.serving.plugin as plugin
+        plugin.register()
+        assert rejection_sampler.expand_batch_to_tokens is plugin.repeated_for_tokens is not stock
+        """
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    # When this fails, the engine's kernel has been mended and the plugin's part can go.
+    assert done.stdout.strip().splitlines()[-1] == "[9.0, 9.0, 9.0]"

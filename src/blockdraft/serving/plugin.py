@@ -2,8 +2,8 @@
 
 It registers the draft family under the engine's method "dflash": checkpoints of type dflare, dspark (where the runner
 has no dspark of its own) and our mixtures load `draft_model.BlockDraftForCausalLM`; DFlash checkpoints stay with the
-engine's own class. What the engine's proposer must do differently for them is wrapped around its methods, and one fault
-of the engine is mended for every draft (`_mend_context_key_norm`). Nothing of the engine is copied.
+engine's own class. What the engine's proposer must do differently for them is wrapped around its methods, and two faults
+of the engine on processors are mended for every draft (`_mend_context_key_norm`, `_mend_sampling`). Nothing is copied.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import functools
 import os
 from collections.abc import Callable
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from blockdraft.checkpoints.speculators import CONTRACT_KEY, parse_config
 from blockdraft.contract import Contract
@@ -44,6 +47,7 @@ def register() -> None:
     _serve_as_dflash()
     vllm.ModelRegistry.register_model(ARCHITECTURE, "blockdraft.serving.draft_model:BlockDraftForCausalLM")
     _mend_context_key_norm()
+    _mend_sampling()
     _extend_proposer()
 
 
@@ -146,6 +150,32 @@ def _mend_context_key_norm() -> None:
 
     if current_platform.is_cpu():
         DFlashQwen3Model._normalize_context_k = normalised_context_keys
+
+
+def _mend_sampling() -> None:
+    """vLLM 0.32's kernel on processors that repeats a request's temperature for each of its tokens loses what it wrote.
+
+    It converts the output to integers and fills the copy. Sampling with any draft then draws from distributions of an
+    uninitialised temperature: the text is not the verifier's any more. Greedy decoding does not pass through it.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.sample import rejection_sampler
+
+    if current_platform.is_cpu():
+        rejection_sampler.expand_batch_to_tokens = repeated_for_tokens
+
+
+def repeated_for_tokens(
+    values_R: Tensor, cumulated_R: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> Tensor:
+    """Each request's value for each of its tokens, [num_tokens]; `replace_from` becomes `replace_to`.
+
+    Args:
+        cumulated_R: number of tokens of the requests up to each, cumulated.
+    """
+    counts = torch.diff(cumulated_R, prepend=cumulated_R.new_zeros(1))
+    values = torch.where(values_R == replace_from, replace_to, values_R).to(values_R.dtype)
+    return values.repeat_interleave(counts, output_size=num_tokens)
 
 
 def _extend_proposer() -> None:
