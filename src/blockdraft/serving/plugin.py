@@ -2,8 +2,8 @@
 
 It registers the draft family under the engine's method "dflash": checkpoints of type dflare, dspark (where the runner
 has no dspark of its own) and our mixtures load `draft_model.BlockDraftForCausalLM`; DFlash checkpoints stay with the
-engine's own class. What the engine's proposer must do differently for them is wrapped around its methods, and two faults
-of the engine on processors are mended for every draft (`_mend_context_key_norm`, `_mend_sampling`). Nothing is copied.
+engine's own class. What the engine's proposer must do differently for them is wrapped around its methods, and two
+faults of the engine on processors are mended for every draft (`_mend_context_key_norm`, `_mend_sampling`).
 """
 
 from __future__ import annotations
