@@ -1,7 +1,7 @@
 """Muon whose orthogonalisation runs in a dtype that the processor has.
 
 torch's own rounds to bfloat16 before the Newton-Schulz iteration. On a processor without native bfloat16 its products
-are emulated: measured, 32 of a step's 33 seconds. State and arguments are torch's, so that checkpoints of either load.
+are emulated, and take nearly all of a step's time. State and arguments are torch's, so that checkpoints of either load.
 """
 
 from __future__ import annotations
