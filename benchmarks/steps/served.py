@@ -17,7 +17,9 @@ from typing import Any
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 from blockdraft.checkpoints.store import read_contract
-from blockdraft.pipeline.serve import servable_verifier, served_dtype
+from blockdraft.pipeline.loading import trained_dtype
+from blockdraft.pipeline.serve import servable_verifier
+from blockdraft.runtime import dtype_name
 from blockdraft.serving.launcher import engine_environment, on_processors
 
 PROMPT, REPLY, LEFT_OUT = 48, 160, 8
@@ -45,9 +47,13 @@ def main() -> None:
     contract = read_contract(checkpoint)
     speculative = {"model": str(checkpoint), "method": "dflash", "num_speculative_tokens": contract.default_k}
     engine = LLM(
-        model=servable_verifier(contract, None), dtype=served_dtype(dtype, contract), max_num_seqs=1, max_model_len=512,
-        speculative_config=speculative, enforce_eager=True,
-    )  # fmt: skip
+        model=servable_verifier(contract, None),
+        dtype=dtype_name(trained_dtype(dtype, contract)),
+        max_num_seqs=1,
+        max_model_len=512,
+        speculative_config=speculative,
+        enforce_eager=True,
+    )
     prompt = TokensPrompt(prompt_token_ids=list(range(100, 100 + PROMPT)))
     engine.generate([prompt], SamplingParams(temperature=0, max_tokens=REPLY, ignore_eos=True), use_tqdm=False)
     kept = seconds[LEFT_OUT:]

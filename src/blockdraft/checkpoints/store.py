@@ -63,14 +63,9 @@ def exported_tensors(draft: BlockDraft) -> dict[str, Tensor]:
     return named
 
 
-def read_checkpoint_facts(folder: Path) -> tuple[DraftConfig, Contract]:
-    """Shape and contract of a checkpoint, without its weights."""
-    return parse_config(_read_config(folder), f"{folder.name}/{CONFIG}")
-
-
 def read_contract(folder: Path) -> Contract:
     """The contract of a checkpoint, without its weights."""
-    return read_checkpoint_facts(folder)[1]
+    return parse_config(_read_config(folder), f"{folder.name}/{CONFIG}")[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +86,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             contradicts itself; one line says which.
     """
     raw = _read_config(folder)
-    config, contract = parse_config(copy.deepcopy(raw), f"{folder.name}/{CONFIG}")
+    config, contract = parse_config(raw, f"{folder.name}/{CONFIG}")
     path = folder / WEIGHTS
     try:
         tensors = load_file(path)
@@ -137,9 +132,7 @@ def load_draft(folder: Path, verifier: Verifier, dtype: torch.dtype) -> tuple[Bl
     found = read_checkpoint(folder)
     found.contract.require_verifier(verifier.identity, verifier.final_norm, verifier.logit_softcap)
     draft = BlockDraft(found.config)
-    draft.load_state_dict(
-        {name: found.tensors[FILE_NAMES.get(name, name)] for name in draft.state_dict()}
-    )  # fmt: skip
+    draft.load_state_dict({name: found.tensors[FILE_NAMES.get(name, name)] for name in draft.state_dict()})
     draft.to(device=verifier.device, dtype=dtype).requires_grad_(False).eval()
     draft.borrow(verifier.embedding_VE, verifier.head_VE)
     if found.config.reduced:  # the file's own rows of the head, as a server will use them

@@ -40,16 +40,19 @@ class Pair:
     contract: Contract
 
 
+def trained_dtype(name: str, contract: Contract) -> torch.dtype:
+    """A dtype by its name; "auto" is what the draft was trained in, where the processor has it."""
+    if name != "auto":
+        return resolve_dtype(name)
+    return torch.bfloat16 if contract.compute_dtype == "bfloat16" and has_fast_bfloat16() else torch.float32
+
+
 def load_pair(settings: CheckpointSettings) -> Pair:
     """Load a checkpoint and its verifier; "auto" is the dtype the draft was trained in, where the processor has it."""
     limit_threads(settings.threads)
     contract = read_contract(settings.checkpoint)
     name = settings.verifier_name_or_path or contract.verifier.name
-    if settings.dtype == "auto":
-        half = contract.compute_dtype == "bfloat16" and has_fast_bfloat16()
-        dtype = torch.bfloat16 if half else torch.float32
-    else:
-        dtype = resolve_dtype(settings.dtype)
+    dtype = trained_dtype(settings.dtype, contract)
     verifier = load_verifier(name, dtype, settings.device, settings.trust_remote_code)
     draft, contract = load_draft(settings.checkpoint, verifier, dtype)
     return Pair(verifier, draft, contract)

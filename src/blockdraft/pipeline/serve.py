@@ -8,8 +8,9 @@ from typing import Any
 from blockdraft.checkpoints.store import read_checkpoint
 from blockdraft.contract import Contract
 from blockdraft.errors import InputError
+from blockdraft.pipeline.loading import trained_dtype
 from blockdraft.progress import say
-from blockdraft.runtime import dtype_name, has_fast_bfloat16, resolve_dtype
+from blockdraft.runtime import dtype_name
 from blockdraft.serving.launcher import Launch, launch, serve_until_stopped
 from blockdraft.settings import ServeSettings
 from blockdraft.verifiers.identity import read_identity
@@ -40,7 +41,7 @@ def planned(settings: ServeSettings) -> Launch:
         contract,
         verifier,
         k=k,
-        dtype=served_dtype(settings.dtype, contract),
+        dtype=dtype_name(trained_dtype(settings.dtype, contract)),
         host=settings.host,
         port=settings.port,
         threads=settings.threads,
@@ -57,10 +58,3 @@ def servable_verifier(contract: Contract, given: str | None) -> str:
             "--verifier-name-or-path", name, "vLLM takes a folder; unpack it first: blockdraft convert, then name that"
         )
     return str(Path(name).resolve()) if Path(name).is_dir() else name
-
-
-def served_dtype(name: str, contract: Contract) -> str:
-    """ "auto" is what the draft was trained in, where this machine is fast in it."""
-    if name == "auto":
-        name = "bfloat16" if contract.compute_dtype == "bfloat16" and has_fast_bfloat16() else "float32"
-    return dtype_name(resolve_dtype(name))

@@ -19,7 +19,7 @@ from blockdraft.errors import BlockdraftError, InputError
 from blockdraft.models.config import DraftConfig
 from blockdraft.serving.client import wait_until_ready
 from blockdraft.serving.cpu_wheel import NAME, WHEEL, installed
-from blockdraft.serving.plugin import KNOWN_ENGINES, require_servable
+from blockdraft.serving.plugin import is_known, require_servable, unknown_engine
 from blockdraft.serving.record import RECORD_PATH
 
 OURS = ("--speculative-config", "-sc", "--model", "--tokenizer", "--dtype", "--host", "--port")
@@ -55,9 +55,8 @@ def require_engine() -> str:
         raise InputError(
             WHEEL, f"{wheel} without the metadata of vllm", "run `python -m blockdraft.serving.cpu_wheel` once"
         )
-    if not version.startswith(tuple(f"{known}." for known in KNOWN_ENGINES)):
-        known = ", ".join(f"{each}.*" for each in KNOWN_ENGINES)
-        raise InputError("vllm", version, f"this blockdraft serves through vLLM {known}; install one of these")
+    if not is_known(version):
+        raise unknown_engine(version)
     return version
 
 

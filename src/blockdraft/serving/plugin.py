@@ -37,7 +37,7 @@ def register() -> None:
     if getattr(algos, _DONE, False):
         return
     setattr(algos, _DONE, True)
-    known = vllm.__version__.startswith(tuple(f"{version}." for version in KNOWN_ENGINES))
+    known = is_known(vllm.__version__)
     for method in METHODS:
         stock = algos.SUPPORTED_SPECULATORS_TYPES.get(method)
         update = functools.partial(_update, method, stock) if known else functools.partial(_refuse, method, stock)
@@ -51,6 +51,17 @@ def register() -> None:
     _extend_proposer()
 
 
+def is_known(version: str) -> bool:
+    """Whether the plugin was written for this version of vLLM."""
+    return version.startswith(tuple(f"{known}." for known in KNOWN_ENGINES))
+
+
+def unknown_engine(version: str) -> InputError:
+    """The refusal of another version."""
+    known = ", ".join(f"{each}.*" for each in KNOWN_ENGINES)
+    return InputError("vllm", version, f"this blockdraft serves through vLLM {known}; install one of these")
+
+
 def on_v1_runner() -> bool:
     """Whether the engine uses its V1 model runner: on processors always, on CUDA when told so."""
     from vllm.platforms import current_platform
@@ -60,7 +71,7 @@ def on_v1_runner() -> bool:
 
 def checkpoint_facts(engine_config: Any) -> tuple[DraftConfig, Contract]:
     """What the checkpoint of an engine's draft config states."""
-    return parse_config(copy.deepcopy(getattr(engine_config, STATED)), "config.json")
+    return parse_config(getattr(engine_config, STATED), "config.json")
 
 
 def _update(
@@ -75,7 +86,7 @@ def _update(
         stock(config_dict=config_dict, pre_trained_config=pre_trained_config)
         return
     stated = copy.deepcopy(config_dict)  # the engine writes its draft config into the nested layer config
-    config, contract = parse_config(copy.deepcopy(stated), "config.json")
+    config, contract = parse_config(stated, "config.json")
     require_servable(config, contract, on_v1_runner())
     if method == "dspark" and not on_v1_runner():
         assert stock is not None
@@ -118,8 +129,7 @@ def _refuse(
     import vllm
 
     if CONTRACT_KEY in config_dict or stock is None:
-        known = ", ".join(f"{version}.*" for version in KNOWN_ENGINES)
-        raise InputError("vllm", vllm.__version__, f"this blockdraft serves through vLLM {known}; install one of these")
+        raise unknown_engine(vllm.__version__)
     stock(config_dict=config_dict, pre_trained_config=pre_trained_config)
 
 
