@@ -184,7 +184,7 @@ def rewrite(
 def random_document(length: int, reply_start: int, seed: int, name: str | None = None) -> Document:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, 96, (length,), generator=generator).tolist()
-    return Document(name or f"doc{seed}", ids, reply_start, "length")
+    return Document.of_reply(name or f"doc{seed}", ids[:reply_start], ids[reply_start:], "length")
 
 
 @pytest.fixture(scope="session")

@@ -87,7 +87,8 @@ def main() -> None:
     draft = block_draft.BlockDraft(draft_config(case))
     draft.borrow(table, table)
     draft.initialise(0)
-    row = pack_row([Document("row", torch.randint(5, case.vocab, (case.seq_len,)).tolist(), PROMPT, "length")])
+    tokens = torch.randint(5, case.vocab, (case.seq_len,)).tolist()
+    row = pack_row([Document.of_reply("row", tokens[:PROMPT], tokens[PROMPT:], "length")])
     states = DocumentStates(
         taps=torch.randn(case.seq_len, len(TAPS), HIDDEN).to(dtype),
         greedy=torch.randint(case.vocab, (case.seq_len,)),

@@ -10,38 +10,58 @@ from typing import Any
 
 from blockdraft.errors import InputError
 
+Span = tuple[int, int]
+
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A prompt and a reply.
+    """A text of the verifier with the parts of it that are learned: its replies.
 
     Attributes:
         id: where it came from, unique in its file.
-        input_ids: prompt and reply, without padding.
-        reply_start: index of the reply's first token.
-        finish: how the reply ended: "stop" or "length".
+        input_ids: the whole text, without padding; the decoder's side where the verifier has an encoder.
+        targets: half-open spans of `input_ids` that are learned, ascending and apart; each is a reply or a part of one.
+        finish: how the last reply ended: "stop" or "length".
+        source_ids: what the verifier's encoder reads; None where it has none.
+        key: hash of the request that the text answers; decides whether it trains or validates.
     """
 
     id: str
     input_ids: list[int]
-    reply_start: int
+    targets: tuple[Span, ...]
     finish: str
+    source_ids: list[int] | None = None
+    key: str = ""
 
     def __post_init__(self) -> None:
-        if not 0 < self.reply_start < len(self.input_ids):
-            raise InputError(
-                f"document {self.id}",
-                f"reply_start {self.reply_start} of {len(self.input_ids)} tokens",
-                "a document needs at least one prompt token and one reply token",
-            )
+        behind = 1  # the first token of a text is never learned: nothing predicts it
+        for start, end in self.targets:
+            if not behind <= start < end:
+                break
+            behind = end + 1
+        else:
+            if self.targets and behind - 1 <= len(self.input_ids):
+                return
+        raise InputError(
+            f"document {self.id}",
+            f"targets {list(self.targets)} of {len(self.input_ids)} tokens",
+            "needs spans of learned tokens, ascending, apart, within the text and behind its first token",
+        )
+
+    @classmethod
+    def of_reply(cls, id: str, prompt: list[int], reply: list[int], finish: str, **more: Any) -> Document:
+        """A prompt and the one reply to it."""
+        return cls(id, prompt + reply, ((len(prompt), len(prompt) + len(reply)),), finish, **more)
 
     @property
-    def prompt(self) -> list[int]:
-        return self.input_ids[: self.reply_start]
+    def first_target(self) -> int:
+        """Index of the first learned token."""
+        return self.targets[0][0]
 
     @property
-    def reply(self) -> list[int]:
-        return self.input_ids[self.reply_start :]
+    def learned(self) -> list[int]:
+        """The learned tokens of all spans, one after the other."""
+        return [token for start, end in self.targets for token in self.input_ids[start:end]]
 
 
 def read_json_lines(path: Path, field: str) -> Iterator[tuple[int, Any]]:
@@ -66,7 +86,7 @@ def read_documents(path: Path, field: str) -> list[Document]:
     documents = []
     for number, row in read_json_lines(path, field):
         try:
-            documents.append(Document(row["id"], row["input_ids"], row["reply_start"], row["finish"]))
+            documents.append(Document(**{**row, "targets": tuple((start, end) for start, end in row["targets"])}))
         except (KeyError, TypeError) as error:
             raise InputError(field, f"{path} line {number}", f"not a document ({error})") from None
     if not documents:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from blockdraft.data.packing import pack_row, packed_order
+from blockdraft.errors import InputError
+from blockdraft.ops.anchors import choose_anchors
+from blockdraft.records import Document
 from conftest import random_document
 
 
@@ -27,3 +31,20 @@ def test_row_tensors() -> None:
     assert row.positions.tolist() == [0, 1, 2, 3, 0, 1, 2]
     assert row.loss_mask.tolist() == [False, False, True, True, False, True, True]
     assert row.lengths.tolist() == [4, 3]
+
+
+def test_several_targets_and_what_lies_between_them() -> None:
+    turns = Document("two", list(range(10, 20)), ((2, 4), (6, 9)), "stop")
+    row = pack_row([random_document(3, 1, 0), turns])
+    assert row.loss_mask.nonzero()[:, 0].tolist() == [1, 2, 5, 6, 9, 10, 11]
+    blocks = choose_anchors(row.loss_mask, row.lengths, max_anchors=0)
+    # An anchor needs a learned successor, and a block ends with the reply it stands in, not with the text.
+    assert blocks.anchors.tolist() == [1, 5, 9, 10]
+    assert blocks.ends.tolist() == [3, 7, 12, 12]
+    assert blocks.starts.tolist() == [0, 3, 3, 3]
+
+
+@pytest.mark.parametrize("targets", [(), ((0, 2),), ((2, 2),), ((2, 4), (4, 6)), ((5, 6), (2, 3)), ((8, 11),)])
+def test_targets_that_no_text_can_have_are_refused(targets: tuple) -> None:
+    with pytest.raises(InputError, match="document bad: targets"):
+        Document("bad", list(range(10)), targets, "stop")

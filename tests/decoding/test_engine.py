@@ -40,7 +40,7 @@ def test_any_draft_leaves_the_text_unchanged_and_counts_equal_one_pass(family: s
     verifier = tiny_verifier_of(family)
     draft = tiny_draft(verifier, tiny_config(method))
     plain = decode(verifier, None, 0)
-    documents = [Document(str(r.index), r.prompt + r.tokens, len(r.prompt), "length") for r in plain]
+    documents = [Document.of_reply(str(r.index), r.prompt, r.tokens, "length") for r in plain]
     predicted = one_pass_acceptance(verifier, draft, documents, range(1, 8))
     assert all(p.disagreements == 0 for p in predicted)
     for k in range(1, 8):

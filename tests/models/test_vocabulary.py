@@ -28,7 +28,9 @@ def test_most_frequent_first_then_the_smallest_ids(tokens: list[int], size: int)
 
 
 def test_only_replies_are_counted() -> None:
-    counts = token_counts([Document("a", [5, 5, 5, 7, 8, 8], 3, "stop"), Document("b", [1, 8], 1, "stop")], VOCAB)
+    counts = token_counts(
+        [Document.of_reply("a", [5, 5, 5], [7, 8, 8], "stop"), Document.of_reply("b", [1], [8], "stop")], VOCAB
+    )
     assert {i: int(n) for i, n in enumerate(counts) if n} == {7: 1, 8: 3}
 
 

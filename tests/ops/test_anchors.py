@@ -26,7 +26,7 @@ def test_anchors_are_supervised_distinct_sorted_and_have_a_successor(lengths: li
     assert all(
         s <= a and a + 1 < e for a, s, e in zip(anchors, blocks.starts.tolist(), blocks.ends.tolist(), strict=True)
     )
-    possible = sum(max(0, len(d.reply) - 1) for d in documents)
+    possible = sum(max(0, len(d.learned) - 1) for d in documents)
     assert len(blocks) == (min(cap, possible) if cap else possible)
 
 

@@ -140,7 +140,7 @@ def findings_of(
     """Every block, agreed count and counter against the trainer's forward; the text is compared by the tests."""
     found = compare_counters(served.replies, served.counters, k)
     for index, (prompt, reply) in enumerate(zip(text.prompts, served.replies, strict=True)):
-        document = Document(str(index), prompt + reply.tokens, len(prompt), "length")
+        document = Document.of_reply(str(index), prompt, reply.tokens, "length")
         proposals = document_proposals(verifier, checkpoint.draft, document, k)
         blocks = blocks_of(reply, served.blocks)
         found += compare_reply("vllm", index, prompt, reply, proposals, blocks, lambda *_: None, 0.0)

@@ -28,7 +28,7 @@ def case(request: pytest.FixtureRequest, tiny_verifier: CausalVerifier):
     engine = DecodingEngine(tiny_verifier, draft, 4, SamplingSettings(max_new_tokens=24, ignore_eos=True))
     (reply,) = engine.generate([prompt], 1)
     served = Served("r", reply.tokens, [step.agreed or 0 for step in reply.rounds])
-    document = Document("0", prompt + reply.tokens, len(prompt), "length")
+    document = Document.of_reply("0", prompt, reply.tokens, "length")
     proposals = document_proposals(tiny_verifier, draft, document, 4)
     blocks = {step.anchor: list(step.drafted) for step in reply.rounds}
     return prompt, served, proposals, blocks, Pair(tiny_verifier, draft, contract_of(draft, tiny_verifier)), document

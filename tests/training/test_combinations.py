@@ -46,7 +46,7 @@ class Stage:
         self.states: dict[int, InProcessStates] = {}
 
     def documents(self) -> list[Document]:
-        return [Document(str(r.index), r.prompt + r.tokens, len(r.prompt), "length") for r in self.plain]
+        return [Document.of_reply(str(r.index), r.prompt, r.tokens, "length") for r in self.plain]
 
     def trainer(self, settings: TrainSettings) -> Trainer:
         """A trainer whose hidden states are made once for all combinations."""

@@ -103,7 +103,7 @@ def test_objective_defaults_follow_the_type() -> None:
 
 
 def test_a_vocabulary_larger_than_the_tokens_seen_is_filled_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
-    documents = [Document("a", [9, 9, 50, 60, 50], 2, "stop")]
+    documents = [Document.of_reply("a", [9, 9], [50, 60, 50], "stop")]
     ids = draft_vocabulary(tiny_config(draft_vocab_size=5), documents)
     assert ids is not None and ids.tolist() == [0, 1, 2, 50, 60]
     said = capfd.readouterr().err

@@ -61,6 +61,6 @@ def test_a_compiled_run_trains_and_its_draft_is_lossless(
     plain = DecodingEngine(verifier, None, 0, sampling).generate(prompts, 4)
     drafted = DecodingEngine(verifier, trainer.draft, 3, sampling).generate(prompts, 4)
     assert [reply.tokens for reply in plain] == [reply.tokens for reply in drafted]
-    texts = [Document(str(r.index), r.prompt + r.tokens, len(r.prompt), "length") for r in plain]
+    texts = [Document.of_reply(str(r.index), r.prompt, r.tokens, "length") for r in plain]
     outcomes = one_pass_acceptance(verifier, trainer.draft, texts, [3])
     assert [reply.rounds for reply in drafted] == [outcome.rounds[3] for outcome in outcomes]

@@ -64,7 +64,7 @@ def greedy_document(verifier: CausalVerifier, length: int = 40) -> Document:
     for _ in range(length - 3):
         states = verifier.states([torch.tensor(ids)], [])[0]
         ids.append(int(verifier.logits(states.final[-1]).argmax()))
-    return Document("memo", ids, 3, "length")
+    return Document.of_reply("memo", ids[:3], ids[3:], "length")
 
 
 @pytest.mark.parametrize("method", ["dflash", "dflare", "dspark"])
@@ -73,7 +73,7 @@ def test_memorising_one_row_reaches_full_acceptance(
     tiny_verifier: CausalVerifier, tmp_path: Path, method: str, optimizer: str
 ) -> None:
     memo = greedy_document(tiny_verifier)
-    other = Document("other", memo.input_ids[:-1], 3, "length")
+    other = Document.of_reply("other", memo.input_ids[:3], memo.input_ids[3:-1], "length")
     settings = settings_of(
         tmp_path, speculator_type=method, optimizer=optimizer, epochs=250.0, max_anchors=0, total_seq_len=40,
         checkpoint_freq=1000.0, scheduler_type="constant", lr=1e-2,

@@ -19,7 +19,7 @@ class PackedRow:
     Attributes:
         tokens: int64 [T].
         positions: position within the own document, int64 [T].
-        loss_mask: True on reply tokens, bool [T].
+        loss_mask: True on learned tokens, bool [T].
         lengths: tokens of each document, int64.
     """
 
@@ -34,8 +34,11 @@ def pack_row(documents: Sequence[Document]) -> PackedRow:
     lengths = torch.tensor([len(document.input_ids) for document in documents])
     tokens = torch.tensor([token for document in documents for token in document.input_ids])
     positions = torch.cat([torch.arange(int(length)) for length in lengths])
-    starts = torch.tensor([document.reply_start for document in documents]).repeat_interleave(lengths)
-    return PackedRow(tokens, positions, positions >= starts, lengths)
+    loss_mask = torch.zeros(len(tokens), dtype=torch.bool)
+    for offset, document in zip((lengths.cumsum(0) - lengths).tolist(), documents, strict=True):
+        for start, end in document.targets:
+            loss_mask[offset + start : offset + end] = True
+    return PackedRow(tokens, positions, loss_mask, lengths)
 
 
 def packed_order(lengths: Sequence[int], total_seq_len: int, seed: int, epoch: int) -> list[list[int]]:

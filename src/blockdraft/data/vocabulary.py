@@ -11,10 +11,10 @@ from blockdraft.records import Document
 
 
 def token_counts(documents: Iterable[Document], vocab_size: int) -> Tensor:
-    """How often each token is supervised (part of a reply), int64 [V]."""
+    """How often each token is learned (part of a target), int64 [V]."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for document in documents:
-        counts += torch.bincount(torch.tensor(document.reply), minlength=vocab_size)
+        counts += torch.bincount(torch.tensor(document.learned), minlength=vocab_size)
     return counts
 
 

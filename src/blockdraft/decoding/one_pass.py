@@ -31,8 +31,8 @@ class OnePass:
     """Result for one document.
 
     Attributes:
-        rounds: by K, the rounds that decoding this reply takes.
-        disagreements: reply tokens that are not the verifier's argmax in this pass. 0 for its own greedy text in
+        rounds: by K, the rounds that decoding the replies takes, one reply after the other.
+        disagreements: learned tokens that are not the verifier's argmax in this pass. 0 for its own greedy text in
             float32; in bfloat16 a few near-ties; many in foreign text, for which acceptance means nothing.
     """
 
@@ -48,25 +48,27 @@ def one_pass_acceptance(
     ks: Sequence[int],
     confidence_threshold: float = 0.0,
 ) -> list[OnePass]:
-    """Exact acceptance of each document's reply for every K of `ks`; the verifier runs once over all documents."""
+    """Exact acceptance of each document's replies for every K of `ks`; the verifier runs once over all documents."""
     results = []
     sequences = [torch.tensor(document.input_ids, device=verifier.device) for document in documents]
     every_states = verifier.states(sequences, draft.config.tap_ids)
     for document, tokens, states in zip(documents, sequences, every_states, strict=True):
-        first = document.reply_start
-        argmax = verifier.greedy(states.final[first - 1 : -1])
         rounds = rounds_of_document(draft, document, states.taps, ks, confidence_threshold)
-        results.append(OnePass(rounds, int((argmax != tokens[first:]).sum())))
+        disagreements = 0
+        for start, end in document.targets:
+            argmax = verifier.greedy(states.final[start - 1 : end - 1])
+            disagreements += int((argmax != tokens[start:end]).sum())
+        results.append(OnePass(rounds, disagreements))
     return results
 
 
 @torch.inference_mode()
 def document_proposals(verifier: Verifier, draft: BlockDraft, document: Document, k: int) -> dict[int, list[int]]:
-    """What the draft proposes after every token of a document's reply but the last, by position, K = k."""
+    """What the draft proposes after every token of a document's replies but their last, by position, K = k."""
     tokens = torch.tensor(document.input_ids, device=verifier.device)
     taps = verifier.states([tokens], draft.config.tap_ids)[0].taps
-    _, drafted, _ = _every_block(draft, document, taps, k, 0.0)
-    return {document.reply_start + i: block for i, block in enumerate(drafted.tolist())}
+    blocks = _every_block(draft, document, taps, k, 0.0)
+    return dict(zip(blocks.anchors, blocks.drafted, strict=True))
 
 
 def rounds_of_document(
@@ -76,31 +78,48 @@ def rounds_of_document(
     ks: Sequence[int],
     confidence_threshold: float = 0.0,
 ) -> dict[int, list[Round]]:
-    """The rounds that decoding a document's reply takes for every K, given the verifier's taps at its positions."""
-    first, last = document.reply_start, len(document.input_ids) - 1
+    """The rounds that decoding a document's replies takes for every K, given the verifier's taps at its positions."""
     rounds = {}
     for k in ks:
-        accepted, drafted, lengths = _every_block(draft, document, taps_TLE, k, confidence_threshold)
-        blocks = [block[:length] for block, length in zip(drafted.tolist(), lengths.tolist(), strict=True)]
-        rounds[k] = walk_rounds(accepted.tolist(), blocks, first, last)
+        every = _every_block(draft, document, taps_TLE, k, confidence_threshold)
+        place = {anchor: index for index, anchor in enumerate(every.anchors)}
+        rounds[k] = []
+        for start, end in document.targets:
+            if end - start > 1:
+                part = slice(place[start], place[end - 2] + 1)
+                rounds[k] += walk_rounds(every.accepted[part], every.drafted[part], start, end - 1)
     return rounds
+
+
+@dataclass(frozen=True, slots=True)
+class _EveryBlock:
+    """A block after every token of the replies but their last.
+
+    Attributes:
+        anchors: positions, ascending.
+        drafted: what is proposed at each.
+        accepted: how much of it is the verifier's own text.
+    """
+
+    anchors: list[int]
+    drafted: list[list[int]]
+    accepted: list[int]
 
 
 def _every_block(
     draft: BlockDraft, document: Document, taps_TLE: Tensor, k: int, confidence_threshold: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One block after every token of the reply but the last: accepted [N], proposed ids [N, K], their lengths [N]."""
+) -> _EveryBlock:
     row = pack_row([document])
     tokens, positions = row.tokens.to(taps_TLE.device), row.positions.to(taps_TLE.device)
-    last = len(document.input_ids) - 1
     blocks = choose_anchors(row.loss_mask.to(tokens.device), row.lengths.to(tokens.device), max_anchors=0)
     if not len(blocks):
-        none = tokens.new_empty(0)
-        return none, none.view(0, k), none
+        return _EveryBlock([], [], [])
     taps = taps_TLE if torch.is_autocast_enabled(taps_TLE.device.type) else taps_TLE.to(draft.norm.weight.dtype)
     hidden = draft.predicted(draft(taps, tokens, positions, blocks, draft.slots_for(k)))
     drafted, lengths = propose_all(draft, hidden, tokens[blocks.anchors], confidence_threshold)
     slots = blocks.anchors[:, None] + torch.arange(1, k + 1, device=tokens.device)
-    # Behind the reply there is nothing to agree with: -2 is no token, and not what stands for no proposal.
-    wanted = torch.where(slots <= last, tokens[slots.clamp(max=last)], -2)
-    return accepted_prefix(drafted, wanted), drafted, lengths
+    # Behind a reply there is nothing to agree with: -2 is no token, and not what stands for no proposal.
+    wanted = torch.where(slots < blocks.ends[:, None], tokens[slots.clamp(max=len(tokens) - 1)], -2)
+    accepted = accepted_prefix(drafted, wanted)
+    proposals = [block[:length] for block, length in zip(drafted.tolist(), lengths.tolist(), strict=True)]
+    return _EveryBlock(blocks.anchors.tolist(), proposals, accepted.tolist())

@@ -57,8 +57,8 @@ def counts(documents: Sequence[Document]) -> dict[str, Any]:
     """How many documents and tokens there are, and how the replies ended."""
     return {
         "documents": len(documents),
-        "prompt_tokens": sum(document.reply_start for document in documents),
-        "reply_tokens": sum(len(document.reply) for document in documents),
+        "prompt_tokens": sum(document.first_target for document in documents),
+        "reply_tokens": sum(len(document.learned) for document in documents),
         "finish": dict(Counter(document.finish for document in documents)),
     }
 
@@ -77,7 +77,7 @@ def _decode(
                 continue
             replies = engine.generate([prompts[index] for index in batch], batch_size, on_done=advance)
             fresh = [
-                Document(str(index), reply.prompt + reply.tokens, len(reply.prompt), reply.finish or "length")
+                Document.of_reply(str(index), reply.prompt, reply.tokens, reply.finish or "length")
                 for index, reply in zip(batch, replies, strict=True)
             ]
             done.update((document.id, document) for document in fresh)

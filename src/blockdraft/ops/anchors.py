@@ -15,7 +15,8 @@ class Blocks:
     Attributes:
         anchors: index of each anchor in the row, int64 [N], ascending.
         starts: index at which the anchor's document starts, int64 [N]; context reaches back to it and no further.
-        ends: index one behind the anchor's document, int64 [N]; slots at or behind it have no token.
+        ends: index one behind the run of supervised tokens that the anchor stands in, int64 [N]; slots at or behind it
+            have nothing to learn: what follows a reply is the template's, not the verifier's.
     """
 
     anchors: Tensor
@@ -33,6 +34,19 @@ def document_bounds(lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Start and end of each document of a packed row, from the documents' lengths."""
     ends = lengths.cumsum(0)
     return ends - lengths, ends
+
+
+def supervised_ends(loss_mask_T: Tensor, document_ends: Tensor) -> Tensor:
+    """One behind the run of supervised tokens that each position stands in, int64 [T]; its own index outside of one."""
+    if not len(loss_mask_T):
+        return torch.empty(0, dtype=torch.int64, device=loss_mask_T.device)
+    index = torch.arange(len(loss_mask_T), device=loss_mask_T.device)
+    stops = ~loss_mask_T
+    last_of_document = torch.zeros_like(stops)
+    last_of_document[document_ends - 1] = True
+    # The next place at which a run ends: an unsupervised position, or behind the last one of a document.
+    ends = torch.where(stops, index, torch.where(last_of_document, index + 1, len(index)))
+    return ends.flip(0).cummin(0).values.flip(0)
 
 
 def anchor_candidates(loss_mask_T: Tensor, document_T: Tensor) -> Tensor:
@@ -73,8 +87,7 @@ def choose_anchors(
         first = counts.cumsum(0) - counts
         rank[by_document] = torch.arange(len(by_document), device=rank.device) - first[documents[by_document]]
         candidates = shuffled[rank < shares[documents]].sort().values
-    documents = document_T[candidates]
-    return Blocks(candidates, starts[documents], ends[documents])
+    return Blocks(candidates, starts[document_T[candidates]], supervised_ends(loss_mask_T, ends)[candidates])
 
 
 def _shares(counts: Tensor, cap: int) -> Tensor:

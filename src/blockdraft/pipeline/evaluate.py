@@ -59,8 +59,7 @@ def evaluate(settings: EvaluateSettings) -> dict[str, Any]:
 def one_pass(pair: Pair, replies: Sequence[Reply], ks: Sequence[int], threshold: float = 0.0) -> list[OnePass]:
     """One-pass acceptance of replies, by prompt."""
     documents = [
-        Document(str(reply.index), reply.prompt + reply.tokens, len(reply.prompt), reply.finish or "length")
-        for reply in replies
+        Document.of_reply(str(reply.index), reply.prompt, reply.tokens, reply.finish or "length") for reply in replies
     ]
     outcomes: list[OnePass] = []
     with progress("one-pass acceptance", len(documents)) as advance:

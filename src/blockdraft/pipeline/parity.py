@@ -115,7 +115,7 @@ class _Stage:
         findings = [text_finding(engine, len(self.prompts[each.prompt]), each) for each in found]
         with progress(f"block by block, {engine}, K={k}", len(texts)) as advance:
             for text, reply in zip(texts, replies, strict=True):
-                document = Document(str(text.index), text.prompt + text.tokens, len(text.prompt), "length")
+                document = Document.of_reply(str(text.index), text.prompt, text.tokens, "length")
                 proposals = document_proposals(self.pair.verifier, self.pair.draft, document, k)
                 gaps = SlotGaps(self.exact, self.pair, document, proposals) if self.bound else None
                 findings += compare_reply(

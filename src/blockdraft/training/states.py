@@ -28,8 +28,8 @@ class DocumentStates:
 
     Attributes:
         taps: [T, L, E], in the verifier's dtype.
-        greedy: the verifier's own next token after each position, int64 [T]; filled from the last prompt token on,
-            before that it is -1 and never read.
+        greedy: the verifier's own next token after each position, int64 [T]; filled from the token before
+            the first target on, before that it is -1 and never read.
         final: states after the final norm, [T, E], where an objective needs the verifier's distributions; else None.
     """
 
@@ -99,7 +99,7 @@ class InProcessStates:
         sequences = [torch.tensor(document.input_ids) for document in documents]
         results = []
         for document, states in zip(documents, self._verifier.states(sequences, self._tap_ids), strict=True):
-            first = document.reply_start - 1
+            first = document.first_target - 1
             greedy = torch.full((len(document.input_ids),), -1, device=states.final.device)
             greedy[first:] = self._verifier.greedy(states.final[first:])
             final = states.final.clone() if self._with_final else None
