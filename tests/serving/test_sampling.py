@@ -5,8 +5,6 @@ A random verifier of 128 tokens, whose distributions can be summed over every fi
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
