@@ -36,7 +36,10 @@ from blockdraft.checkpoints.store import CONFIG, WEIGHTS, digest  # noqa: E402
 from blockdraft.contract import Contract  # noqa: E402
 from blockdraft.models.block_draft import BlockDraft  # noqa: E402
 from blockdraft.models.config import METHODS, DraftConfig  # noqa: E402
+from blockdraft.pipeline.prepare import prepare  # noqa: E402
+from blockdraft.pipeline.regenerate import regenerate  # noqa: E402
 from blockdraft.records import Document  # noqa: E402
+from blockdraft.settings import PrepareSettings, RegenerateSettings  # noqa: E402
 from blockdraft.training.creation import make_contract  # noqa: E402
 from blockdraft.verifiers.causal import CausalVerifier  # noqa: E402
 from blockdraft.verifiers.loading import EMBEDDED, load_verifier, save_folder  # noqa: E402
@@ -179,6 +182,16 @@ def rewrite(
     kept = load_file(folder / WEIGHTS) if tensors is None else tensors
     save_file(kept, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps({**stated, DIGEST: digest(stated, kept)} if sign else stated))
+
+
+def own_replies(verifier: CausalVerifier, source: str, prompts: Path, data: Path, max_new_tokens: int) -> None:
+    """Prepare a source and let the verifier write its replies, greedily."""
+    name, dtype = verifier.identity.name, str(verifier.dtype).removeprefix("torch.")
+    prepare(PrepareSettings(verifier_name_or_path=name, source=(source,), save_path=prompts, prompts_only=True))
+    settings = RegenerateSettings(
+        verifier_name_or_path=name, dtype=dtype, data_path=prompts, save_path=data, max_new_tokens=max_new_tokens
+    )
+    regenerate(settings, verifier)
 
 
 def random_document(length: int, reply_start: int, seed: int, name: str | None = None) -> Document:

@@ -34,3 +34,16 @@ def already_made(record: Path, facts: dict[str, Any], field: str) -> bool:
                 "choose another folder or delete this one",
             )
     return True
+
+
+def file_hash(path: Path, field: str) -> str:
+    """64 hex digits of SHA-256 over a file.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    try:
+        with path.open("rb") as handle:
+            return hashlib.file_digest(handle, "sha256").hexdigest()
+    except OSError as error:
+        raise InputError(field, path, f"cannot be read ({error.strerror})") from None

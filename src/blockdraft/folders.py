@@ -43,9 +43,11 @@ def read_json(path: Path, field: str) -> Any:
 def replacing(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder beside `folder`; when the body ends well, it takes the place of `folder`.
 
-    When the body raises, nothing of it stays behind.
+    When the body raises, nothing of it stays behind; what a killed process left is taken away, or taken back where it
+    was killed between the two renamings.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
+    _clear_remains(folder)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
@@ -64,3 +66,24 @@ def replacing(folder: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _clear_remains(folder: Path) -> None:
+    for path in folder.parent.glob(f".{folder.name}.*"):
+        process, _, kind = path.name.removeprefix(f".{folder.name}.").partition(".")
+        if kind not in ("tmp", "old") or not process.isdigit() or _is_alive(int(process)):
+            continue
+        if kind == "old" and not folder.exists():
+            path.replace(folder)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -22,7 +22,7 @@ def say(message: str) -> None:
 
 @contextlib.contextmanager
 def progress(label: str, total: int, done: int = 0) -> Iterator[Advance]:
-    """Show progress over `total` steps of which `done` were finished by an earlier run."""
+    """Show progress over `total` steps (0: not known) of which `done` were finished by an earlier run."""
     shown = _bar(label, total, done) if sys.stderr.isatty() else _lines(label, total, done)
     with shown as advance:
         yield advance
@@ -50,7 +50,7 @@ def _bar(label: str, total: int, done: int) -> Iterator[Advance]:
         TextColumn("{task.fields[note]}"),
     )
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(label, total=total, completed=done, note="")
+        task = bar.add_task(label, total=total or None, completed=done, note="")
 
         def advance(steps: int = 1, note: str = "") -> None:
             bar.update(task, advance=steps)
@@ -69,10 +69,15 @@ def _lines(label: str, total: int, done: int, every_seconds: float = 15.0) -> It
         nonlocal last, finished
         finished += steps
         now = time.monotonic()
-        if now - last >= every_seconds and finished < total:
+        if now - last < every_seconds:
+            return
+        if not total:
+            last = now
+            say(f"{label}: {finished}")
+        elif finished < total:
             last = now
             left = (total - finished) * (now - start) / max(finished - done, 1)
             say(f"{label}: {finished}/{total}, {left:.0f} s left {note}".rstrip())
 
     yield advance
-    say(f"{label}: {finished}/{total} in {time.monotonic() - start:.0f} s")
+    say(f"{label}: {finished}{f'/{total}' if total else ''} in {time.monotonic() - start:.0f} s")

@@ -1,10 +1,12 @@
-"""The records that pass between stages: documents (prompt and the verifier's reply as token ids) as JSON lines."""
+"""The records that pass between stages: documents (texts of the verifier as token ids), and JSON lines."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -81,19 +83,14 @@ def read_json_lines(path: Path, field: str) -> Iterator[tuple[int, Any]]:
             raise InputError(field, path, "not UTF-8 text") from None
 
 
-def read_documents(path: Path, field: str) -> list[Document]:
-    """Read documents; an empty file or a row of another shape is refused."""
-    documents = []
-    for number, row in read_json_lines(path, field):
-        try:
-            documents.append(Document(**{**row, "targets": tuple((start, end) for start, end in row["targets"])}))
-        except (KeyError, TypeError) as error:
-            raise InputError(field, f"{path} line {number}", f"not a document ({error})") from None
-    if not documents:
-        raise InputError(field, path, "no documents in it")
-    return documents
-
-
-def document_lines(documents: Iterable[Document]) -> str:
-    """Documents as JSON lines."""
-    return "".join(json.dumps(asdict(document)) + "\n" for document in documents)
+def documents_digest(documents: Iterable[Document]) -> str:
+    """64 hex digits of SHA-256 over what documents say and what of it is learned."""
+    total = hashlib.sha256()
+    for document in documents:
+        for part in (
+            document.input_ids,
+            document.source_ids or [],
+            [bound for span in document.targets for bound in span],
+        ):
+            total.update(len(part).to_bytes(8, "big") + array("q", part).tobytes())
+    return total.hexdigest()

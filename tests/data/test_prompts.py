@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from blockdraft.data.prompts import encode_prompt, prompt_lines, read_prompts
+from blockdraft.data.prompts import encode_prompt, read_prompts
 from blockdraft.data.workloads import WORKLOADS, workload_prompts
 from blockdraft.errors import InputError
 from conftest import tiny_tokenizer
@@ -35,7 +35,7 @@ def test_heldout_records_have_names_and_patterns_that_no_training_record_has() -
 def test_round_trip_and_reply_dropped(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     conversation = [{"role": "user", "content": "w1 w2 é"}]
-    path.write_text(prompt_lines([conversation]) + json.dumps({"prompt": "w3"}) + "\n\n", encoding="utf-8")
+    path.write_text(json.dumps({"messages": conversation}) + "\n" + json.dumps({"prompt": "w3"}) + "\n\n")
     assert read_prompts(path, "--data-path") == [conversation, [{"role": "user", "content": "w3"}]]
     path.write_text(json.dumps({"messages": [*conversation, {"role": "assistant", "content": "old"}]}))
     assert read_prompts(path, "--data-path") == [conversation]
@@ -46,14 +46,14 @@ def test_round_trip_and_reply_dropped(tmp_path: Path) -> None:
     [
         ("", "no prompts"),
         ("{", "line 1"),
-        ("[1]", "line 1"),
+        ("[1]", "line 1: not an object"),
         ('{"messages": []}', "no message"),
         ('{"messages": [{"role": "robot_x", "content": "a"}]}', "robot_x"),
-        ('{"messages": [{"role": "user", "content": null}]}', "not a text"),
-        ('{"messages": [{"role": "user", "content": "  "}]}', "empty"),
-        ('{"messages": [{"role": "user", "content": ["a"]}]}', "not a text"),
-        ('{"messages": [{"role": "assistant", "content": "a"}]}', "no message"),
-        ('{"other": 1}', "must be a list"),
+        ('{"messages": [{"role": "user", "content": null}]}', "null content"),
+        ('{"messages": [{"role": "user", "content": "  "}]}', "empty content"),
+        ('{"messages": [{"role": "user", "content": ["a"]}]}', "not text"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', "no user turn"),
+        ('{"other": 1}', "unknown shape"),
     ],
 )
 def test_bad_rows_are_named(tmp_path: Path, line: str, says: str) -> None:
@@ -63,11 +63,18 @@ def test_bad_rows_are_named(tmp_path: Path, line: str, says: str) -> None:
         read_prompts(path, "--data-path")
 
 
+def test_several_replies_and_lists_of_questions(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    path.write_text(json.dumps({"messages": talk}) + "\n" + json.dumps({"turns": ["x", "y"]}))
+    assert read_prompts(path, "--data-path") == [talk, [{"role": "user", "content": "x"}]]
+
+
 def test_not_text(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_bytes(b"\xff\xfe{}")
     with pytest.raises(InputError, match="UTF-8"):
         read_prompts(tmp_path / "p.jsonl", "--data-path")
-    with pytest.raises(InputError, match="cannot be opened"):
+    with pytest.raises(InputError, match="no such file"):
         read_prompts(tmp_path / "none.jsonl", "--data-path")
 
 

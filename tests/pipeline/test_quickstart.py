@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from blockdraft.cli.tables import next_commands, show_quickstart
+from blockdraft.data.table import read_documents
 from blockdraft.data.workloads import workload_prompts
 from blockdraft.decoding.engine import DecodingEngine
-from blockdraft.decoding.regenerate import DOCUMENTS
 from blockdraft.pipeline import quickstart as module
 from blockdraft.pipeline.evaluate import one_pass
 from blockdraft.pipeline.loading import encode_all, load_pair
@@ -112,9 +112,9 @@ def test_real_quickstart(real_run: tuple[dict, str]) -> None:
     assert result["served_dtype"]["faults"] == 0
     # A minute of training and 96 prompts: far from what the draft can do, and far above an untrained one.
     assert result["acceptance_length"]["7"] > 1.3
-    replies = [json.loads(line) for line in next(Path(result["checkpoint"]).parent.parent.glob("data-*"))
-               .joinpath(DOCUMENTS).read_text().splitlines()]  # fmt: skip
-    assert len(replies) == 96 and sum(reply["finish"] == "stop" for reply in replies) > 90
+    (data,) = Path(result["checkpoint"]).parent.parent.glob("data-*")
+    replies = read_documents(data, "data")
+    assert len(replies) == 96 and replies.column("finish").count("stop") > 90
 
 
 @pytest.mark.real

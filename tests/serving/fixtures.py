@@ -15,7 +15,6 @@ from blockdraft.contract import Contract
 from blockdraft.data.workloads import workload_prompts
 from blockdraft.decoding.engine import DecodingEngine
 from blockdraft.decoding.one_pass import document_proposals
-from blockdraft.decoding.regenerate import regenerate
 from blockdraft.models.block_draft import BlockDraft
 from blockdraft.models.config import DraftConfig
 from blockdraft.pipeline.loading import encode_all
@@ -27,7 +26,7 @@ from blockdraft.serving.parity import Finding, blocks_of, compare_counters, comp
 from blockdraft.settings import SamplingSettings, TrainSettings
 from blockdraft.training.trainer import BEST
 from blockdraft.verifiers.causal import CausalVerifier
-from conftest import contract_of, tiny_config, tiny_draft
+from conftest import contract_of, own_replies, tiny_config, tiny_draft
 
 LIMITS = [4, 17, 9, 25, 12, 20]  # by prompt: replies end at different times
 EAGER = {"enforce_eager": True}
@@ -99,8 +98,7 @@ def trained_checkpoint(
     def make(method: str) -> Checkpoint:
         data = root / "data"
         if not data.exists():
-            prompts = encode_all(real_verifier, workload_prompts("records")[0][:48])
-            regenerate(real_verifier, prompts, 64, 48, data)
+            own_replies(real_verifier, "records=builtin/records@48", root / "prompts", data, 64)
         if method not in made:
             settings = TrainSettings(
                 verifier_name_or_path=real_verifier.identity.name, dtype="float32", data_path=data,

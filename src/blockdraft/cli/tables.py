@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
 
 def _console() -> Console:
@@ -45,6 +47,54 @@ def show_training(result: dict[str, Any]) -> None:
         history.add_row(f"{entry['step']:.0f}", f"{entry['acceptance_length']:.2f}", f"{entry['acceptance_rate']:.1%}")
     console.print(history)
     console.print(_fields({"checkpoint": result["checkpoint"], "parameters": f"{result['parameters']:,}"}))
+
+
+def show_prepared(result: dict[str, Any]) -> None:
+    """What became of every row of every source; or, for a preview, texts with the learned tokens coloured."""
+    console = _console()
+    if "preview" in result:
+        for text in result["preview"]:
+            _show_text(console, text)
+        return
+    table = Table(title=f"{result['documents']:,} texts in {result['folder']}", title_justify="left")
+    table.add_column("source")
+    for name in ("read", "kept", "texts", "learned tokens", "of all", "cut short"):
+        table.add_column(name, justify="right")
+    table.add_column("left out")
+    for name, counts in result["sources"].items():
+        tokens = counts["tokens"]
+        out = {**counts["dropped"], **counts["rejected"]}
+        table.add_row(
+            name,
+            f"{counts['read']:,}",
+            f"{counts['kept']:,}",
+            f"{counts['documents']:,}",
+            f"{tokens['learned']:,}",
+            f"{tokens['learned'] / max(tokens['text'], 1):.0%}",
+            f"{_cut_short(counts):,}",
+            ", ".join(f"{n:,} {reason}" for reason, n in out.items()),
+        )
+    console.print(table)
+    console.print(f"{result['train']:,} to train on, {result['validation']:,} to validate")
+    shares = [f"the {int(size):,} most frequent are {share:.2%}" for size, share in result["draft_vocabulary"].items()]
+    if result["distinct_tokens"]:
+        console.print("; ".join([f"{result['distinct_tokens']:,} distinct learned tokens", *shares]))
+
+
+def _cut_short(counts: dict[str, Any]) -> int:
+    """Texts cut to a limit by `prepare`; replies that `regenerate` had to end."""
+    cut = counts.get("cut")
+    return counts["finish"].get("length", 0) if cut is None else cut.get("texts", 0) + cut.get("sources", 0)
+
+
+def _show_text(console: Console, text: dict[str, Any]) -> None:
+    body = Text()
+    if text["reads"] is not None:
+        body.append(text["reads"], style="cyan")
+        body.append("\n\n")
+    for piece, learned in text["pieces"]:
+        body.append(piece, style="bold green" if learned else "dim")
+    console.print(Panel(body, title=f"{text['source']}, {text['tokens']} tokens; green is learned", title_align="left"))
 
 
 def show_evaluation(result: dict[str, Any]) -> None:

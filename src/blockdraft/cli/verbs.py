@@ -53,21 +53,28 @@ VERBS: dict[str, Verb] = {
     ),
     "convert": Verb(
         s.ConvertSettings,
-        _PIPELINE + "prepare:convert",
+        _PIPELINE + "convert:convert",
         _TABLES + "show_fields",
         ("blockdraft convert smollm2-135m-instruct --save-path runs/verifier",),
     ),
     "prepare": Verb(
         s.PrepareSettings,
         _PIPELINE + "prepare:prepare",
-        _TABLES + "show_fields",
-        ("blockdraft prepare --workload records --save-path runs/prompts",),
+        _TABLES + "show_prepared",
+        (
+            "blockdraft prepare --source demo=builtin/records --prompts-only --save-path runs/prompts",
+            "blockdraft prepare --source math=gsm8k.jsonl@500 --source chat=org/set:train@1500 --save-path runs/data",
+            "blockdraft prepare --source chat=conversations.jsonl --preview 3",
+        ),
     ),
     "regenerate": Verb(
         s.RegenerateSettings,
-        _PIPELINE + "prepare:regenerate",
-        _TABLES + "show_fields",
-        ("blockdraft regenerate --data-path runs/prompts/train.jsonl --save-path runs/data",),
+        _PIPELINE + "regenerate:regenerate",
+        _TABLES + "show_prepared",
+        (
+            "blockdraft regenerate --data-path runs/prompts --save-path runs/data",
+            "blockdraft regenerate --data-path runs/prompts --save-path runs/data --endpoint http://127.0.0.1:8000",
+        ),
     ),
     "train": Verb(
         s.TrainSettings,

@@ -1,61 +1,72 @@
-"""Prompt files, and prompts as token ids."""
+"""Prompts of a file or a data folder, for the commands that decode; and prompts as token ids."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from blockdraft.data.conversations import Conversation, Messages, RowError, request
+from blockdraft.data.converters import convert
+from blockdraft.data.mixture import place
+from blockdraft.data.readers import read_rows
+from blockdraft.data.sources import Source
+from blockdraft.data.table import RECORD, TABLE, read_table
+from blockdraft.data.templates import ChatTemplate
 from blockdraft.errors import InputError
-from blockdraft.records import read_json_lines
-
-Conversation = list[dict[str, str]]
+from blockdraft.folders import read_json
 
 
-def prompt_lines(conversations: Sequence[Conversation]) -> str:
-    """Conversations as JSON lines with one key, `messages`."""
-    return "".join(json.dumps({"messages": conversation}, ensure_ascii=False) + "\n" for conversation in conversations)
+def read_prompts(path: Path, field: str) -> list[Messages]:
+    """What to reply to: a file in any form that `prepare` reads, or the validation texts of a data folder.
 
+    Of a conversation with several replies the last one is asked for, after those before it; where these are still to be
+    written, as in lists of questions, the first one.
 
-def read_prompts(path: Path, field: str) -> list[Conversation]:
-    """Read a prompt file: each line an object with `messages` (role and content) or a string `prompt`.
-
-    A reply at the end of `messages` is dropped, since the verifier's own takes its place.
+    Raises:
+        InputError: nothing there, or a row that cannot be used; it is named.
     """
-    conversations = []
-    for number, row in read_json_lines(path, field):
-        where = f"{path} line {number}"
-        if not isinstance(row, dict):
-            raise InputError(field, where, "each line must be an object with `messages` or `prompt`")
-        messages = [{"role": "user", "content": row["prompt"]}] if "prompt" in row else row.get("messages")
-        conversations.append(_checked(messages, field, where))
-    if not conversations:
+    if (path / TABLE).is_file():
+        return _held_out(path, field)
+    if not path.exists():
+        raise InputError(field, path, "no such file")
+    prompts = []
+    for line, row in read_rows(Source("prompts", str(path))):
+        try:
+            prompts.append(_prompt_of(row))
+        except RowError as error:
+            raise InputError(field, f"{path} line {line}", str(error)) from None
+    if not prompts:
         raise InputError(field, path, "no prompts in it")
-    return conversations
+    return prompts
 
 
-def _checked(messages: Any, field: str, where: str) -> Conversation:
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise InputError(field, where, "`messages` must be a list of objects with role and content")
-    if messages and messages[-1].get("role") == "assistant":
-        messages = messages[:-1]
-    if not messages:
-        raise InputError(field, where, "no message to reply to")
-    for message in messages:
-        content = message.get("content")
-        if message.get("role") not in ("system", "user", "assistant"):
-            raise InputError(field, where, f"unknown role {message.get('role')!r}: use system, user or assistant")
-        if not isinstance(content, str) or not content.strip():
-            raise InputError(field, where, f"the content of a {message['role']} turn is not a text or empty")
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
+def _prompt_of(row: Any) -> Messages:
+    if isinstance(row, RowError):
+        raise row
+    item = convert(row, rewrite=True)
+    if not isinstance(item, Conversation):
+        raise RowError("token ids without a conversation")
+    try:
+        whole = convert(row)
+    except RowError:
+        return request(item.messages)
+    assert isinstance(whole, Conversation)
+    return whole.messages[:-1] if whole.messages[-1]["role"] == "assistant" else whole.messages
 
 
-def encode_prompt(tokenizer: Any, conversation: Conversation) -> list[int]:
+def _held_out(folder: Path, field: str) -> list[Messages]:
+    """The first request of every conversation that validates."""
+    ratio = read_json(folder / RECORD, field)["facts"]["train_data_ratio"]
+    rows = read_table(folder, field).select(["key", "conversation"]).to_pylist()
+    texts = [row["conversation"] for row in rows if row["conversation"] is not None and place(row["key"]) >= ratio]
+    if not texts:
+        raise InputError(field, folder, "none of its texts validates; prepare it with a smaller --train-data-ratio")
+    return [request(Conversation.from_json(text).messages) for text in texts]
+
+
+def encode_prompt(tokenizer: Any, messages: Messages) -> list[int]:
     """Token ids of a conversation up to where the reply starts, by the verifier's own chat template."""
-    if getattr(tokenizer, "chat_template", None) is None:
-        if len(conversation) > 1:
-            raise InputError("verifier", "no chat template", "it can continue single prompts only, not conversations")
-        return list(tokenizer(conversation[0]["content"])["input_ids"])
-    encoded = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=True)
-    return list(encoded["input_ids"])
+    try:
+        return ChatTemplate(tokenizer, frozenset()).prompt_ids(messages)
+    except RowError as error:
+        raise InputError("verifier", error.reason, error.detail) from None

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from blockdraft.records import Document
 
+COVERAGE_SIZES = (8_000, 16_000, 32_000, 64_000, 128_000)  # of reduced vocabularies, as they are usually chosen
+
 
 def token_counts(documents: Iterable[Document], vocab_size: int) -> Tensor:
     """How often each token is learned (part of a target), int64 [V]."""
@@ -16,6 +18,14 @@ def token_counts(documents: Iterable[Document], vocab_size: int) -> Tensor:
     for document in documents:
         counts += torch.bincount(torch.tensor(document.learned), minlength=vocab_size)
     return counts
+
+
+def occurring_tokens(documents: Iterable[Document]) -> set[int]:
+    """Every token that stands anywhere in the documents."""
+    seen: set[int] = set()
+    for document in documents:
+        seen.update(document.input_ids)
+    return seen
 
 
 def choose_vocabulary(counts: Tensor, size: int) -> Tensor:

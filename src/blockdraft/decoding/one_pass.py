@@ -79,7 +79,7 @@ def rounds_of_document(
     confidence_threshold: float = 0.0,
 ) -> dict[int, list[Round]]:
     """The rounds that decoding a document's replies takes for every K, given the verifier's taps at its positions."""
-    rounds = {}
+    rounds: dict[int, list[Round]] = {}
     for k in ks:
         every = _every_block(draft, document, taps_TLE, k, confidence_threshold)
         place = {anchor: index for index, anchor in enumerate(every.anchors)}

@@ -9,7 +9,8 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from blockdraft.checkpoints.store import read_contract
-from blockdraft.data.prompts import Conversation, encode_prompt, read_prompts
+from blockdraft.data.conversations import Messages
+from blockdraft.data.prompts import encode_prompt, read_prompts
 from blockdraft.decoding.engine import DecodingEngine, Reply
 from blockdraft.errors import InputError
 from blockdraft.ops.acceptance import AcceptanceCounts
@@ -28,7 +29,7 @@ def generate(settings: GenerateSettings, show: Show | None = None) -> dict[str, 
     return (_on_server if settings.engine == "vllm" else _in_process)(settings, conversations, show)
 
 
-def _conversations(settings: GenerateSettings) -> list[Conversation]:
+def _conversations(settings: GenerateSettings) -> list[Messages]:
     if bool(settings.prompt) == bool(settings.data_path):
         raise InputError("prompts", "none" if not settings.prompt else "two sources", "give prompts or --data-path")
     if settings.data_path:
@@ -39,7 +40,7 @@ def _conversations(settings: GenerateSettings) -> list[Conversation]:
     return [[{"role": "user", "content": prompt}] for prompt in settings.prompt]
 
 
-def _in_process(settings: GenerateSettings, conversations: list[Conversation], show: Show | None) -> dict[str, Any]:
+def _in_process(settings: GenerateSettings, conversations: list[Messages], show: Show | None) -> dict[str, Any]:
     pair = load_pair(settings)
     k = pair.contract.default_k if settings.k is None else settings.k
     if k:
@@ -55,7 +56,7 @@ def _in_process(settings: GenerateSettings, conversations: list[Conversation], s
     return {**_result(replies, tokenizer, seconds), "k": k, "acceptance_length": counts.acceptance_length}
 
 
-def _on_server(settings: GenerateSettings, conversations: list[Conversation], show: Show | None) -> dict[str, Any]:
+def _on_server(settings: GenerateSettings, conversations: list[Messages], show: Show | None) -> dict[str, Any]:
     """One prompt after the other on a running server; the verifier's weights are not loaded here.
 
     Acceptance is from the server's counters, so other traffic would be counted in.

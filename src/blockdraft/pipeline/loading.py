@@ -9,7 +9,8 @@ import torch
 
 from blockdraft.checkpoints.store import load_draft, read_contract
 from blockdraft.contract import Contract
-from blockdraft.data.prompts import Conversation, encode_prompt, read_prompts
+from blockdraft.data.conversations import Messages
+from blockdraft.data.prompts import encode_prompt, read_prompts
 from blockdraft.data.workloads import workload_prompts
 from blockdraft.errors import InputError
 from blockdraft.models.block_draft import BlockDraft
@@ -64,7 +65,7 @@ def require_confidence(pair: Pair, threshold: float) -> None:
         raise InputError("--confidence-threshold", threshold, "this draft has no confidence head; leave it out")
 
 
-def encode_all(verifier: Verifier, conversations: list[Conversation]) -> list[list[int]]:
+def encode_all(verifier: Verifier, conversations: list[Messages]) -> list[list[int]]:
     """Prompts as token ids, each with room for at least one token in the verifier's context."""
     prompts = [encode_prompt(verifier.tokenizer, conversation) for conversation in conversations]
     for number, prompt in enumerate(prompts, start=1):
@@ -77,7 +78,7 @@ def encode_all(verifier: Verifier, conversations: list[Conversation]) -> list[li
     return prompts
 
 
-def heldout_or_file(data_path: Path | None, workload: str, max_prompts: int) -> list[Conversation]:
+def heldout_or_file(data_path: Path | None, workload: str, max_prompts: int) -> list[Messages]:
     """Prompts of a file, or the held-out ones of a workload."""
     conversations = read_prompts(data_path, "--data-path") if data_path else workload_prompts(workload)[1]
     return conversations[:max_prompts] if max_prompts else conversations

@@ -1,54 +1,131 @@
-"""`blockdraft convert`, `prepare` and `regenerate`: a verifier, prompts, and the verifier's own replies to them."""
+"""`blockdraft prepare`: sources to a data folder, which appears when it is complete; or a preview of one."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-import torch
-
-from blockdraft.data.prompts import prompt_lines, read_prompts
-from blockdraft.data.workloads import workload_prompts
-from blockdraft.decoding import regenerate as replies
+from blockdraft.data.encoding import Encoder
+from blockdraft.data.readers import file_digest
+from blockdraft.data.sources import Source, parse_sources
+from blockdraft.data.table import RECORD, REJECTS
+from blockdraft.data.templates import ChatTemplate
 from blockdraft.errors import InputError
-from blockdraft.folders import write_text
-from blockdraft.pipeline.loading import encode_all, verifier_of
-from blockdraft.settings import ConvertSettings, PrepareSettings, RegenerateSettings
-from blockdraft.verifiers.loading import is_gguf, load_verifier, save_folder
+from blockdraft.fingerprint import already_made, file_hash
+from blockdraft.folders import read_json, replacing, write_json
+from blockdraft.pipeline.preparation import Preparation
+from blockdraft.settings import PrepareSettings
+from blockdraft.verifiers.text_side import TextSide, read_text_side
 
-
-def convert(settings: ConvertSettings) -> dict[str, Any]:
-    """Write a GGUF verifier as an ordinary folder."""
-    if not is_gguf(settings.source):
-        raise InputError("source", settings.source, "must be smollm2-135m-instruct or a .gguf file")
-    if settings.save_path.exists():
-        raise InputError("--save-path", settings.save_path, "exists already; choose a folder that does not")
-    verifier = load_verifier(settings.source, torch.float32)
-    save_folder(verifier, settings.save_path)
-    return {
-        "source": settings.source,
-        "architecture": verifier.identity.architecture,
-        "folder": str(settings.save_path),
-    }
+FORMAT = 1  # of the data folder; part of what determines a result
+ENCODER_LENGTH, DECODER_LENGTH = 1024, 2048  # default limits of a text, with an encoder before it and without
 
 
 def prepare(settings: PrepareSettings) -> dict[str, Any]:
-    """Write train.jsonl and heldout.jsonl."""
-    train, heldout = workload_prompts(settings.workload)
-    paths = {name: settings.save_path / f"{name}.jsonl" for name in ("train", "heldout")}
-    write_text(paths["train"], prompt_lines(train))
-    write_text(paths["heldout"], prompt_lines(heldout))
+    """Make a data folder, or a preview of one."""
+    sources = parse_sources(settings.source, settings.converter)
+    text_side = read_text_side(settings.verifier_name_or_path, settings.trust_remote_code)
+    if settings.preview:
+        return _preview(settings, sources, text_side)
+    assert settings.save_path is not None
+    facts = _facts(settings, sources, text_side)
+    if already_made(settings.save_path / RECORD, facts, "--save-path"):
+        return {**read_json(settings.save_path / RECORD, "--save-path"), "folder": str(settings.save_path)}
+    if settings.save_path.exists() and any(settings.save_path.iterdir()):
+        raise InputError("--save-path", settings.save_path, "holds something else; choose another folder")
+    with replacing(settings.save_path) as folder, _rejects_kept(settings.save_path, folder):
+        record = {"facts": facts, **Preparation(settings, sources, _encoder(settings, text_side), folder).run()}
+        write_json(folder / RECORD, record)
+    return {**record, "folder": str(settings.save_path)}
+
+
+def chat_template(text_side: TextSide, thinking: str, rewritten_history: str) -> ChatTemplate:
+    """The template of a verifier with the settings that prepared data record."""
+    return ChatTemplate(text_side.tokenizer, text_side.stop_ids, text_side.start_id, thinking, rewritten_history)
+
+
+def length_limit(max_length: int, text_side: TextSide) -> int:
+    """The limit of a text, or its default."""
+    return max_length or (DECODER_LENGTH if text_side.start_id is None else ENCODER_LENGTH)
+
+
+def _facts(settings: PrepareSettings, sources: Sequence[Source], text_side: TextSide) -> dict[str, Any]:
+    """Everything that determines the result, and nothing else."""
     return {
-        "workload": settings.workload,
-        "train": len(train),
-        "heldout": len(heldout),
-        "folder": str(settings.save_path),
-    }
+        "format": FORMAT,
+        "sources": {
+            source.name: {
+                "content": file_digest(source),
+                "split": source.split,
+                "count": source.count,
+                "weight": source.weight,
+                "converter": source.converter,
+            }
+            for source in sources
+        },
+        "excluded": sorted(file_hash(path, "--exclude-overlap") for path in settings.exclude_overlap),
+        **text_side.facts(),
+        "max_length": length_limit(settings.max_length, text_side),
+        **{
+            name: getattr(settings, name)
+            for name in (
+                "prompts_only", "num_rows", "train_data_ratio", "thinking", "rewritten_history", "max_source_length",
+                "overlong", "seed",
+            )
+        },
+    }  # fmt: skip
 
 
-def regenerate(settings: RegenerateSettings) -> dict[str, Any]:
-    """Decode a prompt file and write documents."""
-    conversations = read_prompts(settings.data_path, "--data-path")
-    verifier = verifier_of(settings)
-    prompts = encode_all(verifier, conversations)
-    documents = replies.regenerate(verifier, prompts, settings.max_new_tokens, settings.batch_size, settings.save_path)
-    return {**replies.counts(documents), "folder": str(settings.save_path)}
+def _encoder(settings: PrepareSettings, text_side: TextSide) -> Encoder:
+    return Encoder(
+        chat_template(text_side, settings.thinking, settings.rewritten_history),
+        settings.max_source_length,
+        length_limit(settings.max_length, text_side),
+        settings.overlong == "drop",
+        settings.prompts_only,
+    )
+
+
+@contextlib.contextmanager
+def _rejects_kept(save_path: Path, folder: Path) -> Iterator[None]:
+    """Where a run stops over its rows, leave the list of bad ones beside the folder that is not made."""
+    beside = save_path.with_name(f"{save_path.name}.{REJECTS}")
+    try:
+        yield
+    except InputError as error:
+        if (folder / REJECTS).is_file() and (folder / REJECTS).stat().st_size:
+            shutil.copyfile(folder / REJECTS, beside)
+            raise InputError(error.field, error.value, f"{error.remedy}; every bad row is named in {beside}") from None
+        raise
+    beside.unlink(missing_ok=True)
+
+
+def _preview(settings: PrepareSettings, sources: Sequence[Source], text_side: TextSide) -> dict[str, Any]:
+    """Texts of each source in pieces of text, the learned ones marked."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as name:
+        sample = Preparation(settings, sources, _encoder(settings, text_side), Path(name)).sample(settings.preview)
+        tokenizer = text_side.tokenizer
+        return {
+            "preview": [
+                {
+                    "source": source.name,
+                    "reads": None if text["source_ids"] is None else tokenizer.decode(text["source_ids"]),
+                    "pieces": _pieces(tokenizer, text["input_ids"], text["targets"]),
+                    "tokens": len(text["input_ids"]),
+                }
+                for source, texts in sample
+                for text in texts
+            ]
+        }
+
+
+def _pieces(tokenizer: Any, ids: list[int], targets: list[int]) -> list[tuple[str, bool]]:
+    bounds = [0, *targets, len(ids)]
+    parts = [(ids[a:b], bool(i % 2)) for i, (a, b) in enumerate(itertools.pairwise(bounds))]
+    return [(tokenizer.decode(part), learned) for part, learned in parts if part]

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from blockdraft.data.table import RECORD, read_documents
+from blockdraft.data.vocabulary import occurring_tokens
 from blockdraft.data.workloads import workload_prompts
-from blockdraft.decoding import regenerate as replies
 from blockdraft.decoding.engine import DecodingEngine
 from blockdraft.decoding.identity import TIE_CEILING
 from blockdraft.fingerprint import fingerprint
@@ -23,11 +24,21 @@ from blockdraft.folders import read_json, write_json
 from blockdraft.ops.acceptance import AcceptanceCounts
 from blockdraft.pipeline.evaluate import one_pass, prove_by_decoding
 from blockdraft.pipeline.loading import Pair, encode_all, load_pair
+from blockdraft.pipeline.prepare import prepare
+from blockdraft.pipeline.regenerate import regenerate
 from blockdraft.pipeline.train import train
 from blockdraft.progress import progress, say
-from blockdraft.records import Document, read_documents
+from blockdraft.records import Document
 from blockdraft.runtime import dtype_name, limit_threads, machine_description, resolve_dtype
-from blockdraft.settings import CheckpointSettings, QuickstartSettings, SamplingSettings, TrainSettings, resolved
+from blockdraft.settings import (
+    CheckpointSettings,
+    PrepareSettings,
+    QuickstartSettings,
+    RegenerateSettings,
+    SamplingSettings,
+    TrainSettings,
+    resolved,
+)
 from blockdraft.training.creation import free_control_tokens
 from blockdraft.training.trainer import LAST, SUMMARY, Trainer
 from blockdraft.verifiers.causal import CausalVerifier
@@ -36,6 +47,7 @@ from blockdraft.verifiers.loading import is_gguf, load_verifier, save_folder, so
 EXACT_K, SHOWN_KS = 7, (3, 7)
 TIE_RULE = "measured bound"  # part of what determines a result: results of another rule are not reused
 REGENERATE_BATCH = 64
+TRAIN_SHARE = 0.95  # few prompts: most of them are needed for training
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +65,9 @@ def quickstart(settings: QuickstartSettings) -> dict[str, Any]:
     limit_threads(settings.threads)
     root = settings.save_path.resolve()
     run = _Run(settings, root, _verifier_folder(settings, root), resolve_dtype(settings.dtype))
-    train_prompts, heldout = _prompts(settings)
+    heldout = workload_prompts(settings.workload)[1][: settings.max_heldout or None]
     verifier = _Lazy(lambda: load_verifier(run.verifier_folder, run.dtype, settings.device))
-
-    say(f"[1/4] the verifier's own replies to {len(train_prompts)} prompts")
-    data = (
-        root
-        / f"data-{fingerprint([run.verifier_folder, dtype_name(run.dtype), settings.max_new_tokens, train_prompts])}"
-    )
-    if (data / replies.RECORD).is_file():
-        say("      done before")
-    else:
-        prompts = encode_all(verifier(), train_prompts)
-        replies.regenerate(verifier(), prompts, settings.max_new_tokens, REGENERATE_BATCH, data)
+    data = _data(run, verifier)
     say(f"[2/4] training a {settings.method} draft for about {settings.minutes:g} minutes")
     checkpoint = _train(run, verifier, data)
     say(f"[3/4] acceptance, and [4/4] decoding {len(heldout)} held-out prompts with and without the draft")
@@ -85,11 +87,6 @@ class _Lazy:
         return self._verifier
 
 
-def _prompts(settings: QuickstartSettings) -> tuple[list, list]:
-    train_prompts, heldout = workload_prompts(settings.workload)
-    return train_prompts[: settings.max_prompts or None], heldout[: settings.max_heldout or None]
-
-
 def _verifier_folder(settings: QuickstartSettings, root: Path) -> str:
     """A folder that transformers and vLLM load; a GGUF verifier is unpacked into one."""
     name = settings.verifier_name_or_path
@@ -102,6 +99,32 @@ def _verifier_folder(settings: QuickstartSettings, root: Path) -> str:
     return str(folder)
 
 
+def _data(run: _Run, verifier: _Lazy) -> Path:
+    """The workload's prompts with the verifier's own replies, by the commands that everybody uses."""
+    settings = run.settings
+    amount = f"@{settings.max_prompts}" if settings.max_prompts else ""
+    source = f"{settings.workload}=builtin/{settings.workload}{amount}"
+    prompts = run.root / f"prompts-{fingerprint([run.verifier_folder, source, TRAIN_SHARE])}"
+    data = run.root / f"data-{fingerprint([prompts.name, dtype_name(run.dtype), settings.max_new_tokens])}"
+    prepared = prepare(
+        PrepareSettings(
+            verifier_name_or_path=run.verifier_folder, source=(source,), save_path=prompts, prompts_only=True,
+            train_data_ratio=TRAIN_SHARE,
+        )
+    )  # fmt: skip
+    say(f"[1/4] the verifier's own replies to {prepared['documents']} prompts")
+    if (data / RECORD).is_file():
+        say("      done before")
+        return data
+    wanted = RegenerateSettings(
+        verifier_name_or_path=run.verifier_folder, dtype=dtype_name(run.dtype), device=settings.device,
+        threads=settings.threads, data_path=prompts, save_path=data, max_new_tokens=settings.max_new_tokens,
+        batch_size=REGENERATE_BATCH,
+    )  # fmt: skip
+    regenerate(wanted, verifier())
+    return data
+
+
 def _train_settings(
     run: _Run, verifier: CausalVerifier, data: Path, documents: Sequence[Document], folder: Path
 ) -> TrainSettings:
@@ -109,7 +132,7 @@ def _train_settings(
     settings = run.settings
     mask = None
     if verifier.tokenizer.mask_token_id is None and len(verifier.tokenizer) >= verifier.identity.vocab_size:
-        seen = {token for document in documents for token in document.input_ids}
+        seen = occurring_tokens(documents)
         mask = next((index for index, _ in free_control_tokens(verifier.tokenizer, seen)), None)
     return TrainSettings(
         verifier_name_or_path=run.verifier_folder,
@@ -132,11 +155,11 @@ def _train(run: _Run, verifier: _Lazy, data: Path) -> Path:
     if checkpoint.is_dir():
         say("      done before")
         return checkpoint
-    documents = read_documents(data / replies.DOCUMENTS, "--save-path")
+    documents = read_documents(data, "--save-path")
     plan, states = folder / "plan.json", None
     base = _train_settings(run, verifier(), data, documents, folder)
     if not plan.is_file():
-        trainer = Trainer(base, verifier(), documents)
+        trainer = Trainer(dataclasses.replace(base, train_data_ratio=TRAIN_SHARE), verifier(), documents)
         trainer.create()
         seconds, states = trainer.seconds_per_step(), trainer.states
         epochs = max(0.01, round(run.settings.minutes * 60 / seconds / trainer.steps_per_epoch, 2))

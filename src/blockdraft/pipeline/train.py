@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
-from blockdraft.decoding.regenerate import DOCUMENTS, RECORD
+from blockdraft.data.table import RECORD, Documents, read_documents
 from blockdraft.errors import InputError
 from blockdraft.folders import read_json
 from blockdraft.pipeline.loading import verifier_of
-from blockdraft.records import Document, read_documents
+from blockdraft.progress import say
 from blockdraft.settings import TrainSettings, resolved
 from blockdraft.training.states import InProcessStates
 from blockdraft.training.trainer import Trainer
@@ -18,26 +19,37 @@ from blockdraft.verifiers.base import Verifier
 def train(
     settings: TrainSettings, verifier: Verifier | None = None, states: InProcessStates | None = None
 ) -> dict[str, Any]:
-    """Train a draft on regenerated documents.
+    """Train a draft on prepared data.
 
     Args:
         verifier: one that is loaded already; else the one the settings name.
         states: hidden states that are made already, of the same documents.
     """
-    documents = read_documents(settings.data_path / DOCUMENTS, "--data-path")
+    documents = read_documents(settings.data_path, "--data-path")
+    facts = read_json(settings.data_path / RECORD, "--data-path")["facts"]
     verifier = verifier or verifier_of(settings)
-    require_own_replies(settings, verifier, documents)
-    trainer = Trainer(settings, verifier, documents, states)
+    require_text_of(settings, verifier, facts, documents)
+    trainer = Trainer(as_prepared(settings, facts), verifier, documents, states)
     if settings.dry_run:
         return {"dry_run": True, "steps": trainer.total_steps, "settings": resolved(settings)}
     trainer.prepare()
     return trainer.run()
 
 
-def require_own_replies(settings: TrainSettings, verifier: Verifier, documents: list[Document]) -> None:
-    """Refuse replies that another verifier wrote, and tokens that this one does not have."""
-    record = read_json(settings.data_path / RECORD, "--data-path")
-    for name, made_with in record.get("facts", {}).get("verifier", {}).items():
+def as_prepared(settings: TrainSettings, facts: dict[str, Any]) -> TrainSettings:
+    """The settings with what they leave to the data."""
+    return dataclasses.replace(settings, train_data_ratio=settings.train_data_ratio or facts["train_data_ratio"])
+
+
+def require_text_of(settings: TrainSettings, verifier: Verifier, facts: dict[str, Any], documents: Documents) -> None:
+    """Refuse another verifier's replies and tokens; say so where nobody knows who wrote them."""
+    if facts.get("tokenizer") != verifier.identity.tokenizer_hash:
+        raise InputError(
+            "--data-path", settings.data_path, "was prepared with another tokenizer; prepare it for this verifier"
+        )
+    if "verifier" not in facts:
+        say("the replies are those of the data, not the verifier's own: run blockdraft regenerate for more acceptance")
+    for name, made_with in facts.get("verifier", {}).items():
         found = getattr(verifier.identity, name, None)
         if made_with != found:
             raise InputError(

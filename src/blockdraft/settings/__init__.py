@@ -7,7 +7,7 @@ recipe file, then default. Values are checked where they are made, before any wo
 
 from blockdraft.settings.base import build, flag_name, read_recipe, resolved
 from blockdraft.settings.common import CheckpointSettings, ComputeSettings, SamplingSettings, VerifierSettings
-from blockdraft.settings.data import ConvertSettings, PrepareSettings, RegenerateSettings
+from blockdraft.settings.data import TRAIN_DATA_RATIO, ConvertSettings, PrepareSettings, RegenerateSettings
 from blockdraft.settings.draft import DEFAULT_LOSS, DEFAULT_NUM_TAPS, DraftSettings, ObjectiveSettings
 from blockdraft.settings.serving import CheckSettings, ParitySettings, ServeSettings
 from blockdraft.settings.training import TrainSettings
@@ -16,6 +16,7 @@ from blockdraft.settings.using import EvaluateSettings, GenerateSettings, Quicks
 __all__ = [
     "DEFAULT_LOSS",
     "DEFAULT_NUM_TAPS",
+    "TRAIN_DATA_RATIO",
     "CheckSettings",
     "CheckpointSettings",
     "ComputeSettings",

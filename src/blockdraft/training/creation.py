@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from blockdraft.contract import CONTRACT_VERSION, TAP_CONVENTION, TAP_KIND, Contract
-from blockdraft.data.vocabulary import choose_vocabulary, coverage, token_counts
+from blockdraft.data.vocabulary import choose_vocabulary, coverage, occurring_tokens, token_counts
 from blockdraft.errors import InputError
 from blockdraft.losses.objective import Objective, parse_loss
 from blockdraft.models.block_draft import BlockDraft
@@ -158,7 +158,7 @@ def resolve_mask_token(asked: int | None, verifier: Verifier, documents: Sequenc
     padding or end token unasked, and nothing is ever added to the tokenizer.
     """
     tokenizer = verifier.tokenizer
-    seen = {token for document in documents for token in document.input_ids}
+    seen = occurring_tokens(documents)
     if asked is None:
         asked = tokenizer.mask_token_id
         if asked is not None and asked in (tokenizer.pad_token_id, tokenizer.eos_token_id):

@@ -24,15 +24,15 @@ from blockdraft.contract import Contract
 from blockdraft.data.packing import pack_row, packed_order
 from blockdraft.decoding.one_pass import rounds_of_document
 from blockdraft.errors import BlockdraftError
-from blockdraft.fingerprint import already_made, fingerprint
+from blockdraft.fingerprint import already_made
 from blockdraft.folders import write_json
 from blockdraft.losses.metrics import BlockMetrics
 from blockdraft.ops.acceptance import AcceptanceCounts
 from blockdraft.ops.anchors import choose_anchors
 from blockdraft.progress import progress, say
-from blockdraft.records import Document
+from blockdraft.records import Document, documents_digest
 from blockdraft.runtime import resolve_dtype
-from blockdraft.settings import TrainSettings, resolved
+from blockdraft.settings import TRAIN_DATA_RATIO, TrainSettings, resolved
 from blockdraft.training.creation import (
     create_draft,
     draft_config,
@@ -44,7 +44,7 @@ from blockdraft.training.loggers import make_logger
 from blockdraft.training.optimizers import Optimizers
 from blockdraft.training.provenance import provenance
 from blockdraft.training.schedules import learning_rate_factor
-from blockdraft.training.split import split_documents
+from blockdraft.training.split import joined, split_documents
 from blockdraft.training.state import newest_state, save_state
 from blockdraft.training.states import InProcessStates
 from blockdraft.training.step import row_loss
@@ -80,7 +80,7 @@ class Trainer:
         states: InProcessStates | None = None,
     ) -> None:
         self.settings, self.verifier = settings, verifier
-        self.train, self.validation = split_documents(documents, settings.train_data_ratio)
+        self.train, self.validation = split_documents(documents, settings.train_data_ratio or TRAIN_DATA_RATIO)
         self.objective = make_objective(settings, settings.speculator_type)
         self.config = draft_config(settings, verifier, documents)
         self.vocabulary = draft_vocabulary(self.config, self.train)
@@ -88,9 +88,12 @@ class Trainer:
         self.rows = self._planned_rows()
         self.total_steps = max(1, len(self.rows) // settings.grad_accum)
         self.progress = Progress()
-        every = [*self.train, *self.validation]
         self.states = states or InProcessStates(
-            verifier, every, self.config.tap_ids, settings.states_memory_gib, self.objective.needs_teacher
+            verifier,
+            joined(self.train, self.validation),
+            self.config.tap_ids,
+            settings.states_memory_gib,
+            self.objective.needs_teacher,
         )
 
     def _planned_rows(self) -> list[list[int]]:
@@ -115,8 +118,7 @@ class Trainer:
         settings = {key: value for key, value in resolved(self.settings).items() if key not in ignored}
         contract = self.contract.to_dict()
         del contract["verifier"]["name"]
-        tokens = [document.input_ids for document in (*self.train, *self.validation)]
-        return {**settings, "contract": contract, "data": fingerprint(tokens)}
+        return {**settings, "contract": contract, "data": documents_digest((*self.train, *self.validation))}
 
     def create(self) -> None:
         """Make hidden states and a fresh draft."""

@@ -21,7 +21,7 @@ from blockdraft.ops.prefix import shared_prefix
 from blockdraft.ops.ragged_kv import RaggedKV
 from blockdraft.verifiers.attention import register
 from blockdraft.verifiers.base import LayerShape, States, VerifierCache
-from blockdraft.verifiers.identity import final_norm_of, identity_of, softcap_of
+from blockdraft.verifiers.identity import final_norm_of, identity_of, softcap_of, stop_ids_of
 
 GREEDY_ROWS = 128  # positions whose logits exist at once when only the likeliest token is wanted
 
@@ -57,7 +57,7 @@ class CausalVerifier:
         self.logit_softcap = softcap_of(config)
         self.final_norm = final_norm_of(config)
         self.context_length: int = config.max_position_embeddings
-        self.stop_ids = _stop_ids(model, tokenizer)
+        self.stop_ids = stop_ids_of(model.generation_config, tokenizer)
         self._window: int | None = getattr(config, "sliding_window", None)
         layer_types = getattr(config, "layer_types", None) or []
         self._mixed = "sliding_attention" in layer_types
@@ -211,10 +211,3 @@ def _stacked(taps: dict[int, Tensor], tap_ids: Sequence[int], final: Tensor) -> 
     if not tap_ids:
         return final.new_empty(*final.shape[:-1], 0, final.shape[-1])
     return torch.stack([taps[tap] for tap in tap_ids], dim=-2)
-
-
-def _stop_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
-    """End-of-turn ids: what the generation config names, plus the tokenizer's own."""
-    named = getattr(model.generation_config, "eos_token_id", None)
-    ids = list(named) if isinstance(named, (list, tuple)) else [named]
-    return frozenset(token for token in [*ids, tokenizer.eos_token_id] if token is not None)

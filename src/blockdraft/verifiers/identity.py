@@ -55,7 +55,7 @@ def identity_of(model: Any, tokenizer: Any, name: str, norms: Mapping[str, Tenso
         hidden_size=config.hidden_size,
         num_layers=len(decoder.layers),
         vocab_size=model.get_output_embeddings().weight.shape[0],
-        tokenizer_hash=_tokenizer_hash(tokenizer),
+        tokenizer_hash=tokenizer_hash(tokenizer),
         norms_hash=_norms_hash(dict(decoder.named_parameters()) if norms is None else norms, norm_names(decoder)),
     )
 
@@ -114,7 +114,15 @@ def _read_norms(model: Any, folder: Path) -> dict[str, Tensor]:
     return norms
 
 
-def _tokenizer_hash(tokenizer: Any) -> str:
+def stop_ids_of(generation_config: Any, tokenizer: Any) -> frozenset[int]:
+    """Tokens that end a reply: those the generation config names, and the tokenizer's own."""
+    named = getattr(generation_config, "eos_token_id", None)
+    ids = list(named) if isinstance(named, (list, tuple)) else [named]
+    return frozenset(token for token in [*ids, tokenizer.eos_token_id] if token is not None)
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """Hash of a vocabulary, 16 hex digits."""
     digest = hashlib.sha256()
     for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
         digest.update(f"{index}\t{token}\n".encode())

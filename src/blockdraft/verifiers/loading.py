@@ -45,9 +45,8 @@ def load_verifier(
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    path = _embedded_file() if name_or_path == EMBEDDED else Path(name_or_path)
-    if path.suffix == ".gguf":
-        model, tokenizer = _load_gguf(path)
+    if is_gguf(name_or_path):
+        model, tokenizer = _load_gguf(_gguf_path(name_or_path))
         model = model.bfloat16()
     else:
         model, tokenizer = _load_folder(name_or_path, trust_remote_code)
@@ -78,12 +77,18 @@ def is_gguf(name_or_path: str) -> bool:
     return name_or_path == EMBEDDED or name_or_path.endswith(".gguf")
 
 
+def gguf_tokenizer(name_or_path: str) -> Any:
+    """The tokenizer of a GGUF file, without its weights."""
+    path = _gguf_path(name_or_path)
+    try:
+        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    except Exception as error:  # the readers raise whatever the damage provokes
+        raise _damaged(path, error) from error
+
+
 def source_digest(name_or_path: str) -> str:
     """SHA-256 of a GGUF file, 16 digits."""
-    path = _embedded_file() if name_or_path == EMBEDDED else Path(name_or_path)
-    if not path.is_file():
-        raise InputError("--verifier-name-or-path", path, "no such GGUF file")
-    with path.open("rb") as handle:
+    with _gguf_path(name_or_path).open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()[:16]
 
 
@@ -98,12 +103,21 @@ def _embedded_file() -> Path:
     return Path(spec.origin).with_name(_EMBEDDED_FILE)
 
 
-def _load_gguf(path: Path) -> tuple[PreTrainedModel, Any]:
+def _gguf_path(name_or_path: str) -> Path:
+    path = _embedded_file() if name_or_path == EMBEDDED else Path(name_or_path)
     if not path.is_file():
         raise InputError("--verifier-name-or-path", path, "no such GGUF file")
     with path.open("rb") as handle:
         if handle.read(4) != b"GGUF":
             raise InputError("--verifier-name-or-path", path, "not a GGUF file (it does not start with GGUF)")
+    return path
+
+
+def _damaged(path: Path, error: Exception) -> InputError:
+    return InputError("--verifier-name-or-path", path, f"damaged or unsupported GGUF file ({_line(error)})")
+
+
+def _load_gguf(path: Path) -> tuple[PreTrainedModel, Any]:
     try:
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
         _require_causal(config, path)
@@ -120,9 +134,7 @@ def _load_gguf(path: Path) -> tuple[PreTrainedModel, Any]:
     except InputError:
         raise
     except Exception as error:  # the readers raise whatever the damage provokes
-        raise InputError(
-            "--verifier-name-or-path", path, f"damaged or unsupported GGUF file ({_line(error)})"
-        ) from error
+        raise _damaged(path, error) from error
     return model, tokenizer
 
 

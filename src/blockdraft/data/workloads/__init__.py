@@ -7,19 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from blockdraft.data.conversations import Messages
 from blockdraft.data.workloads import chat, records
 from blockdraft.errors import InputError
 
-Message = dict[str, str]
-Conversation = list[Message]
-
-WORKLOADS: dict[str, tuple[Callable[[], list[Conversation]], Callable[[], list[Conversation]]]] = {
+WORKLOADS: dict[str, tuple[Callable[[], list[Messages]], Callable[[], list[Messages]]]] = {
     "records": (records.train, records.heldout),
     "chat": (chat.train, chat.heldout),
 }
 
 
-def workload_prompts(workload: str) -> tuple[list[Conversation], list[Conversation]]:
+def workload_prompts(workload: str) -> tuple[list[Messages], list[Messages]]:
     """Training and held-out prompts of a workload, each a conversation that ends with a user turn."""
     if workload not in WORKLOADS:
         raise InputError("--workload", workload, f"choose one of {', '.join(WORKLOADS)}")

@@ -5,6 +5,8 @@ Free text is the hard case for a draft; it stands beside `records` so that nobod
 
 from __future__ import annotations
 
+from blockdraft.data.conversations import Messages
+
 _Templates = tuple[tuple[str, ...], tuple[str, ...]]  # patterns with one {}, values for it
 
 _QUESTIONS: _Templates = (
@@ -97,11 +99,11 @@ def _arithmetic() -> list[str]:
     return prompts
 
 
-def _conversations(prompts: list[str]) -> list[list[dict[str, str]]]:
+def _conversations(prompts: list[str]) -> list[Messages]:
     return [[{"role": "user", "content": prompt}] for prompt in prompts]
 
 
-def train() -> list[list[dict[str, str]]]:
+def train() -> list[Messages]:
     """The training prompts, kinds interleaved."""
     kinds = [
         [p.format(v) for v in values for p in patterns] for patterns, values in (_QUESTIONS, _REWRITES, _LISTS, _CODE)
@@ -111,6 +113,6 @@ def train() -> list[list[dict[str, str]]]:
     return _conversations([kind[i] for i in range(longest) for kind in kinds if i < len(kind)])
 
 
-def heldout() -> list[list[dict[str, str]]]:
+def heldout() -> list[Messages]:
     """The held-out prompts: some fill a known pattern with a new value, some are of a new pattern."""
     return _conversations(list(_HELDOUT))

@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from blockdraft.data.conversations import Messages
+
 NUM_TRAIN, NUM_HELDOUT = 400, 40
 
 _SHARED: tuple[tuple[str, str], ...] = (
@@ -38,6 +40,7 @@ _SHARED: tuple[tuple[str, str], ...] = (
     ),
 )
 
+_UNLEARNED = {"assistant": {"weight": 0}}
 _MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November")
 
 # Values are put together from parts, so that few repeat: a draft shall learn to copy them, not to know them.
@@ -130,21 +133,21 @@ _HELDOUT_PATTERNS = (
 )
 
 
-def train() -> list[list[dict[str, str]]]:
+def train() -> list[Messages]:
     """The training prompts."""
     return _prompts(_TRAIN_PATTERNS, _TRAIN, NUM_TRAIN, seed=11)
 
 
-def heldout() -> list[list[dict[str, str]]]:
+def heldout() -> list[Messages]:
     """The held-out prompts: names that no training prompt has, every second one in a pattern that none has."""
     known = _TRAIN_PATTERNS[: len(_HELDOUT_PATTERNS)]
     patterns = [pattern for pair in zip(_HELDOUT_PATTERNS, known, strict=True) for pattern in pair]
     return _prompts(patterns, _HELDOUT, NUM_HELDOUT, seed=12)
 
 
-def _prompts(patterns: Sequence[str], values: dict[str, tuple[str, ...]], count: int, seed: int) -> list:
+def _prompts(patterns: Sequence[str], values: dict[str, tuple[str, ...]], count: int, seed: int) -> list[Messages]:
     draw = random.Random(seed)
-    conversations = []
+    conversations: list[Messages] = []
     for index in range(count):
         message = patterns[index % len(patterns)].format(
             name=f"{draw.choice(values['first'])} {draw.choice(values['last'])}",
@@ -153,6 +156,7 @@ def _prompts(patterns: Sequence[str], values: dict[str, tuple[str, ...]], count:
             quantity=draw.randint(2, 12),
             date=f"{draw.choice(_MONTHS)} {draw.randint(1, 28)}",
         )
-        turns = (*_SHARED, ("user", message))
-        conversations.append([{"role": role, "content": content} for role, content in turns])
+        # The examples' replies are part of the question: nobody learns or rewrites them.
+        shown = [{"role": role, "content": text} | _UNLEARNED.get(role, {}) for role, text in _SHARED]
+        conversations.append([*shown, {"role": "user", "content": message}])
     return conversations

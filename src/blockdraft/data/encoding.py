@@ -1,0 +1,97 @@
+"""Stored conversations to rows of token ids, a batch at a time; what `datasets` maps in several processes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from blockdraft.data.conversations import Conversation, RowError
+from blockdraft.data.table import flat
+from blockdraft.data.templates import ChatTemplate, Encoded, Result, truncated
+
+FEATURES = {
+    "row": "int64", "reason": "string", "detail": "string", "source_ids": ["int32"], "input_ids": ["int32"],
+    "targets": ["int32"], "finish": "string", "cut_source": "int32", "cut": "int32", "hidden": "int32",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Encodes conversations within limits.
+
+    Attributes:
+        max_source: longest source, of verifiers with an encoder.
+        max_length: longest text.
+        drop_overlong: refuse what is longer, instead of cutting it.
+        requests_only: replies are still to be written.
+    """
+
+    template: ChatTemplate
+    max_source: int
+    max_length: int
+    drop_overlong: bool = False
+    requests_only: bool = False
+
+    def __call__(self, batch: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:
+        """Texts of stored conversations, one or several for each; a row with a reason for what cannot be used."""
+        results = self._results(batch)
+        found: dict[str, list[Any]] = {name: [] for name in FEATURES}
+        for row, result in zip(rows, results, strict=True):
+            for values in self._rows(row, result):
+                for name, value in values.items():
+                    found[name].append(value)
+        return found
+
+    def _results(self, batch: dict[str, list[Any]]) -> list[Result | RowError]:
+        texts = [Conversation.from_json(text) for text in batch["conversation"] if text is not None]
+        encode = self.template.encode_requests if self.requests_only else self.template.encode
+        encoded = iter(encode(texts))
+        return [
+            next(encoded) if text is not None else self._ready(json.loads(tokens))
+            for text, tokens in zip(batch["conversation"], batch["tokens"], strict=True)
+        ]
+
+    def _ready(self, facts: dict[str, Any]) -> Result | RowError:
+        if self.requests_only:
+            return RowError("token ids without a conversation", "the verifier cannot write their replies anew")
+        if (facts["source_ids"] is None) != (self.template.start_id is None):
+            return RowError("not for this kind of verifier", "source_ids belong to an encoder")
+        largest = max([*facts["input_ids"], *(facts["source_ids"] or [])])
+        if largest >= len(self.template.tokenizer):
+            return RowError("token outside of the vocabulary", str(largest))
+        spans = tuple((start, end) for start, end in facts["targets"])
+        if spans[0][0] < 1 or any(a >= b for a, b in spans) or spans[-1][1] > len(facts["input_ids"]):
+            return RowError("targets outside of the text", str(list(spans))[:60])
+        ends = facts["input_ids"][spans[-1][1] - 1] in self.template.stop_ids
+        finish = "stop" if ends else "length"
+        return Result([Encoded(facts["input_ids"], spans, facts["source_ids"], finish)])
+
+    def _rows(self, row: int, result: Result | RowError) -> list[dict[str, Any]]:
+        if isinstance(result, RowError):
+            return [_refused(row, result)]
+        rows = []
+        try:
+            for number, text in enumerate(result.texts):
+                kept, cut_source, cut = truncated(text, self.max_source, self.max_length)
+                if self.requests_only and cut:
+                    raise RowError("prompt over the limit", f"{len(text.input_ids)} tokens")
+                if self.drop_overlong and (cut or cut_source):
+                    raise RowError("over the limit", f"{cut or cut_source} tokens too long")
+                rows.append(
+                    {
+                        "row": row, "reason": None, "detail": None, "source_ids": kept.source_ids,
+                        "input_ids": kept.input_ids, "targets": flat(kept.targets), "finish": kept.finish,
+                        "cut_source": cut_source, "cut": cut, "hidden": 0 if number else result.hidden,
+                    }
+                )  # fmt: skip
+        except RowError as error:
+            return [_refused(row, error)]
+        return rows
+
+
+def _refused(row: int, error: RowError) -> dict[str, Any]:
+    return {
+        "row": row, "reason": error.reason, "detail": error.detail, "source_ids": None, "input_ids": [],
+        "targets": [], "finish": "", "cut_source": 0, "cut": 0, "hidden": 0,
+    }  # fmt: skip

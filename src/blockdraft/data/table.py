@@ -1,0 +1,151 @@
+"""The table that a data folder holds: one Parquet file, a row a text, read without unpacking it.
+
+`prepare` and `regenerate` write it, `train` reads it. Beside it stands `data_config.json`: what it was made from, and
+what became of every row of every source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from blockdraft.errors import InputError
+from blockdraft.records import Document, Span
+
+TABLE, RECORD, REJECTS = "documents.parquet", "data_config.json", "rejects.jsonl"
+_IDS = pa.list_(pa.int32())
+SCHEMA = pa.schema(
+    [
+        pa.field("id", pa.string(), nullable=False),  # source:row
+        pa.field("part", pa.int32(), nullable=False),  # 0, 1, ... where a conversation makes several texts
+        pa.field("source", pa.string(), nullable=False),
+        pa.field("key", pa.string(), nullable=False),  # hash of what is asked
+        pa.field("conversation", pa.string()),  # JSON, with the first text of a conversation; none of ready tokens
+        pa.field("source_ids", _IDS),  # where the verifier has an encoder
+        pa.field("input_ids", _IDS, nullable=False),
+        pa.field("targets", _IDS, nullable=False),  # start, end, start, end, ...
+        pa.field("finish", pa.string(), nullable=False),
+    ]
+)
+_ROWS_AT_ONCE = 1000
+
+
+def flat(targets: Sequence[Span]) -> list[int]:
+    """Spans as the table holds them."""
+    return [bound for span in targets for bound in span]
+
+
+@contextmanager
+def table_writer(path: Path) -> Iterator[pq.ParquetWriter]:
+    """A writer of tables with SCHEMA; the same rows give the same bytes."""
+    with pq.ParquetWriter(path, SCHEMA, compression="zstd") as writer:
+        yield writer
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Write rows in order."""
+    with table_writer(path) as writer:
+        batch: list[dict[str, Any]] = []
+        for row in rows:
+            batch.append(row)
+            if len(batch) == _ROWS_AT_ONCE:
+                writer.write_table(pa.Table.from_pylist(batch, SCHEMA))
+                batch = []
+        writer.write_table(pa.Table.from_pylist(batch, SCHEMA))
+
+
+class Documents(Sequence[Document]):
+    """Documents of a data folder, each made when it is asked for: token ids stay in Arrow's buffers."""
+
+    def __init__(self, table: pa.Table, indices: np.ndarray | None = None) -> None:
+        self._table = table.combine_chunks()
+        self._indices = np.arange(len(table)) if indices is None else indices
+        self._columns = {name: _Lists(self._table, name) for name in ("input_ids", "targets", "source_ids")}
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    @overload
+    def __getitem__(self, index: int) -> Document: ...
+    @overload
+    def __getitem__(self, index: slice) -> Documents: ...
+    def __getitem__(self, index: int | slice) -> Document | Documents:
+        if isinstance(index, slice):
+            return self.select(range(len(self))[index])
+        row = int(self._indices[index])
+        bounds = self._columns["targets"].get(row) or []
+        part = self._table["part"][row].as_py()
+        return Document(
+            self._table["id"][row].as_py() + (f"#{part}" if part else ""),
+            self._columns["input_ids"].get(row) or [],
+            tuple(zip(bounds[::2], bounds[1::2], strict=True)),
+            self._table["finish"][row].as_py(),
+            self._columns["source_ids"].get(row),
+            self._table["key"][row].as_py(),
+        )
+
+    def select(self, indices: Sequence[int]) -> Documents:
+        """Some of the documents, in this order."""
+        return Documents(self._table, self._indices[np.asarray(indices, dtype=np.int64)])
+
+    def joined(self, others: Documents) -> Documents:
+        """These, and then others of the same table."""
+        return Documents(self._table, np.concatenate([self._indices, others._indices]))
+
+    def column(self, name: str) -> list[Any]:
+        """One column of all documents."""
+        return self._table[name].take(pa.array(self._indices)).to_pylist()
+
+
+class _Lists:
+    """A column of lists of integers."""
+
+    def __init__(self, table: pa.Table, name: str) -> None:
+        chunks = table[name].chunks
+        column = chunks[0] if chunks else pa.array([], _IDS)
+        self._values = column.values.to_numpy(zero_copy_only=True) if len(column) else np.empty(0, np.int32)
+        self._offsets = column.offsets.to_numpy(zero_copy_only=True) if len(column) else np.zeros(1, np.int32)
+        self._missing = column.is_null().to_numpy(zero_copy_only=False)
+
+    def get(self, row: int) -> list[int] | None:
+        if self._missing[row]:
+            return None
+        return self._values[self._offsets[row] : self._offsets[row + 1]].tolist()
+
+
+def read_table(folder: Path, field: str) -> pa.Table:
+    """The table of a data folder.
+
+    Raises:
+        InputError: there is none, or it is damaged or of another shape.
+    """
+    path = folder / TABLE
+    if not path.is_file():
+        raise InputError(field, folder, f"no {TABLE} there; make it with blockdraft prepare")
+    try:
+        table = pq.read_table(path, memory_map=True)
+    except pa.ArrowException as error:
+        raise InputError(field, path, f"damaged ({str(error).splitlines()[0][:120]})") from None
+    if table.schema.names != SCHEMA.names:
+        raise InputError(field, path, "not a table of blockdraft prepare")
+    return table
+
+
+def read_documents(folder: Path, field: str) -> Documents:
+    """The documents of a data folder.
+
+    Raises:
+        InputError: there are none, or their replies are still to be written.
+    """
+    documents = Documents(read_table(folder, field))
+    if not len(documents):
+        raise InputError(field, folder, "no documents in it")
+    if not all(documents.column("targets")):
+        raise InputError(field, folder, "its replies are still to be written; run blockdraft regenerate on it")
+    return documents

@@ -1,0 +1,26 @@
+"""`blockdraft convert`: a GGUF verifier as an ordinary folder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from blockdraft.errors import InputError
+from blockdraft.settings import ConvertSettings
+from blockdraft.verifiers.loading import is_gguf, load_verifier, save_folder
+
+
+def convert(settings: ConvertSettings) -> dict[str, Any]:
+    """Write a GGUF verifier as an ordinary folder."""
+    if not is_gguf(settings.source):
+        raise InputError("source", settings.source, "must be smollm2-135m-instruct or a .gguf file")
+    if settings.save_path.exists():
+        raise InputError("--save-path", settings.save_path, "exists already; choose a folder that does not")
+    verifier = load_verifier(settings.source, torch.float32)
+    save_folder(verifier, settings.save_path)
+    return {
+        "source": settings.source,
+        "architecture": verifier.identity.architecture,
+        "folder": str(settings.save_path),
+    }

@@ -1,0 +1,242 @@
+"""`blockdraft regenerate`: prepared data with the verifier's own replies.
+
+Replies are written turn by turn: all first ones, then all second ones, each after the verifier's own earlier replies.
+Every reply is in a journal as soon as it is there; the folder appears when it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from blockdraft.data.accounts import Accounts
+from blockdraft.data.conversations import Conversation, RowError, reply_turns
+from blockdraft.data.journal import Journal
+from blockdraft.data.requests import Request, next_request, with_replies
+from blockdraft.data.table import RECORD, REJECTS, TABLE, flat, read_table, write_rows
+from blockdraft.data.templates import ChatTemplate, truncated
+from blockdraft.decoding.regenerate import write_replies
+from blockdraft.errors import BlockdraftError, InputError
+from blockdraft.fingerprint import already_made, file_hash, fingerprint
+from blockdraft.folders import read_json, replacing, write_json
+from blockdraft.pipeline.loading import verifier_of
+from blockdraft.pipeline.prepare import chat_template
+from blockdraft.runtime import dtype_name
+from blockdraft.serving.replies import Server, find_server
+from blockdraft.serving.replies import write_replies as ask_for_replies
+from blockdraft.settings import RegenerateSettings, SamplingSettings
+from blockdraft.verifiers.base import Verifier
+from blockdraft.verifiers.identity import read_identity
+from blockdraft.verifiers.loading import is_gguf
+from blockdraft.verifiers.text_side import TextSide, read_text_side
+
+# What prepared data state and regenerated data keep.
+_KEPT_FACTS = (
+    "thinking", "rewritten_history", "max_source_length", "max_length", "tokenizer", "chat_template",
+    "train_data_ratio",
+)  # fmt: skip
+
+
+def regenerate(settings: RegenerateSettings, verifier: Verifier | None = None) -> dict[str, Any]:
+    """Write a data folder with the verifier's replies.
+
+    Args:
+        verifier: one that is loaded already; else the one the settings name.
+    """
+    prepared = read_json(settings.data_path / RECORD, "--data-path")
+    text_side = read_text_side(settings.verifier_name_or_path, settings.trust_remote_code)
+    _require_same_text(settings, prepared["facts"], text_side)
+    server = find_server(settings.endpoint) if settings.endpoint else None
+    if server is None:
+        verifier = verifier or verifier_of(settings)
+    facts = _facts(settings, prepared, verifier, server)
+    if already_made(settings.save_path / RECORD, facts, "--save-path"):
+        return {**read_json(settings.save_path / RECORD, "--save-path"), "folder": str(settings.save_path)}
+    _require_free(settings)
+    context = None if server is not None or verifier is None else verifier.context_length
+    run = _Run(settings, prepared, text_side, fingerprint(facts), context)
+    if server is None:
+        assert verifier is not None
+        sampling = SamplingSettings(
+            max_new_tokens=settings.max_new_tokens, temperature=settings.temperature, top_k=settings.top_k,
+            top_p=settings.top_p, seed=settings.seed,
+        )  # fmt: skip
+        run.write(lambda asked: write_replies(verifier, asked, sampling, settings.batch_size, run.journal))
+    else:
+        run.write(lambda asked: ask_for_replies(server, asked, run.template, settings, run.journal))
+    return {**run.finish(facts), "folder": str(settings.save_path)}
+
+
+def _require_same_text(settings: RegenerateSettings, facts: dict[str, Any], text_side: TextSide) -> None:
+    for name, value in text_side.facts().items():
+        if facts.get(name) != value:
+            raise InputError(
+                "--data-path",
+                settings.data_path,
+                f"was prepared with another {name.replace('_', ' ')} than {settings.verifier_name_or_path} has; "
+                "prepare it for this verifier",
+            )
+
+
+def _require_free(settings: RegenerateSettings) -> None:
+    folder = settings.save_path
+    if folder.exists() and any(not path.name.startswith(".replies.") for path in folder.iterdir()):
+        raise InputError("--save-path", folder, "holds something else; choose another folder")
+
+
+def _facts(
+    settings: RegenerateSettings, prepared: dict[str, Any], verifier: Verifier | None, server: Server | None
+) -> dict[str, Any]:
+    """Everything that determines the result."""
+    if verifier is None:
+        if is_gguf(settings.verifier_name_or_path):
+            raise InputError(
+                "--verifier-name-or-path", settings.verifier_name_or_path,
+                "a server reads a folder; unpack it with blockdraft convert and name that folder",
+            )  # fmt: skip
+        identity = read_identity(settings.verifier_name_or_path)[0]
+        written_by: dict[str, Any] = {"engine": "server"}
+    else:
+        identity = verifier.identity
+        written_by = {"engine": "in process", "dtype": dtype_name(verifier.dtype), "batch_size": settings.batch_size}
+    if server is not None:
+        written_by["model"] = server.model
+    drawn = {name: getattr(settings, name) for name in ("top_k", "top_p", "seed")} if settings.temperature else {}
+    return {
+        "data": prepared["digest"],
+        "verifier": {name: getattr(identity, name) for name in identity.COMPARED},
+        **{name: prepared["facts"][name] for name in _KEPT_FACTS},
+        **written_by,
+        **{name: getattr(settings, name) for name in ("max_new_tokens", "temperature", "drop_truncated")},
+        **drawn,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """A conversation of the prepared table."""
+
+    id: str
+    row: dict[str, Any]
+    conversation: Conversation
+
+
+class _Run:
+    def __init__(
+        self,
+        settings: RegenerateSettings,
+        prepared: dict[str, Any],
+        text_side: TextSide,
+        request: str,
+        context_length: int | None,
+    ) -> None:
+        self.settings, self.prepared, self.context_length = settings, prepared, context_length
+        facts = prepared["facts"]
+        self.template: ChatTemplate = chat_template(text_side, facts["thinking"], facts["rewritten_history"])
+        self.limits = facts["max_source_length"], facts["max_length"]
+        self.journal = Journal(settings.save_path / f".replies.{request}.jsonl")
+        self.rejected: dict[str, tuple[str, RowError]] = {}
+        self.items = list(self._items())
+
+    def _items(self) -> Iterator[_Item]:
+        names = ["id", "part", "source", "key", "conversation"]
+        for row in read_table(self.settings.data_path, "--data-path").select(names).to_pylist():
+            if row["part"]:
+                continue  # the first text of a conversation has all of it
+            if row["conversation"] is None:
+                error = RowError("token ids without a conversation", "the verifier cannot write their replies anew")
+                self.rejected[row["id"]] = (row["source"], error)
+                continue
+            yield _Item(row["id"], row, Conversation.from_json(row["conversation"]))
+
+    def write(self, write_replies: Callable[[Sequence[Request]], None]) -> None:
+        """Turn by turn until every reply is in the journal."""
+        longest = max((len(reply_turns(item.conversation.messages)) for item in self.items), default=0)
+        for number in range(longest):
+            requests = [request for item in self.items if (request := self._request(item, number))]
+            write_replies(requests)
+            for request in requests:
+                reply = self.journal.get(request.id, request.turn)
+                if reply is not None and reply.refused is not None:
+                    self._reject(request.id, RowError("the server refuses it", reply.refused))
+        share = len(self.rejected) / max(1, len(self.items))
+        if share > self.settings.max_reject_share:
+            reasons = Counter(error.reason for _, error in self.rejected.values())
+            _, first = next(iter(self.rejected.values()))
+            raise BlockdraftError(
+                f"--max-reject-share: {self.settings.max_reject_share}: {len(self.rejected)} of {len(self.items)} "
+                f"conversations got no reply ({', '.join(f'{n} {reason}' for reason, n in reasons.items())}; "
+                f"the first: {first}); replies are kept, raise it or mend what refuses them"
+            )
+
+    def _request(self, item: _Item, number: int) -> Request | None:
+        if item.id in self.rejected:
+            return None
+        try:
+            written = with_replies(item.conversation, item.id, self.journal, self.template)
+            request = next_request(written, item.id, number, self.template)
+            if request is not None and self.context_length and len(request.prompt) >= self.context_length:
+                raise RowError("prompt over the verifier's context", f"{len(request.prompt)} tokens")
+            return request
+        except RowError as error:
+            self._reject(item.id, error)
+            return None
+
+    def _reject(self, identity: str, error: RowError) -> None:
+        self.rejected[identity] = (identity.partition(":")[0], error)
+
+    def finish(self, facts: dict[str, Any]) -> dict[str, Any]:
+        """Write the folder; the journal has done its work then."""
+        accounts = Accounts(self.prepared["sources"], self.prepared["facts"]["train_data_ratio"])
+        with replacing(self.settings.save_path) as folder:
+            write_rows(folder / TABLE, accounts.counting(self._rows()))
+            record = {"facts": facts, "sources": self._sources(accounts), **accounts.totals()}
+            record["digest"] = file_hash(folder / TABLE, TABLE)
+            lines = [
+                json.dumps({"source": source, "id": identity, "reason": error.reason, "detail": error.detail})
+                for identity, (source, error) in self.rejected.items()
+            ]
+            (folder / REJECTS).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+            write_json(folder / RECORD, record)
+        return record
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        for item in self.items:
+            if item.id in self.rejected:
+                continue
+            written = with_replies(item.conversation, item.id, self.journal, self.template)
+            replies = {turn: self._tokens(item.id, turn) for turn in reply_turns(written.messages)}
+            try:
+                texts = [truncated(text, *self.limits)[0] for text in self.template.encode_written(written, replies)]
+                if self.settings.drop_truncated and texts[-1].finish == "length":
+                    raise RowError("reply cut short", f"{self.settings.max_new_tokens} tokens")
+            except RowError as error:
+                self._reject(item.id, error)
+                continue
+            for number, text in enumerate(texts):
+                yield {
+                    **{name: item.row[name] for name in ("id", "source", "key")},
+                    "part": number,
+                    "conversation": None if number else written.to_json(),
+                    "source_ids": text.source_ids,
+                    "input_ids": text.input_ids,
+                    "targets": flat(text.targets),
+                    "finish": text.finish,
+                }
+
+    def _tokens(self, identity: str, turn: int) -> list[int]:
+        reply = self.journal.get(identity, turn)
+        assert reply is not None
+        return reply.tokens
+
+    def _sources(self, accounts: Accounts) -> dict[str, Any]:
+        found = {}
+        for name in self.prepared["sources"]:
+            read = sum(item.row["source"] == name for item in self.items)
+            rejected = Counter(error.reason for source, error in self.rejected.values() if source == name)
+            kept = read - sum(rejected.values())
+            found[name] = {"read": read, "kept": kept, "dropped": {}, "rejected": dict(rejected), **accounts.of(name)}
+        return found

@@ -1,0 +1,199 @@
+"""The verifier's own replies through any OpenAI-compatible server: many requests at a time, retried, kept one by one.
+
+A vLLM server is asked for token ids, and for those of the prompt: if they are not what the verifier's chat template
+writes, the server serves something else and the run stops. Of other servers the text is taken and encoded anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2 as httpx
+from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_random_exponential
+
+from blockdraft.data.journal import Journal, Written
+from blockdraft.data.requests import Request
+from blockdraft.data.templates import ChatTemplate
+from blockdraft.errors import BlockdraftError, InputError
+from blockdraft.progress import Advance, progress
+from blockdraft.settings import RegenerateSettings
+
+_KEY = "OPENAI_API_KEY"
+_LONGEST_WAIT = 30.0  # seconds between two tries
+_AGAIN = frozenset({408, 409, 425, 429})  # refusals that may pass; and every 5xx
+_NOT_OURS = frozenset({401, 403, 404})  # refusals that no request will escape
+
+
+class _RefusedError(Exception):
+    """The server will not answer this request, now or later."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Who answers at an address.
+
+    Attributes:
+        model: its name there.
+        gives_ids: whether it is vLLM and gives token ids.
+    """
+
+    url: str
+    model: str
+    gives_ids: bool
+
+
+def find_server(endpoint: str) -> Server:
+    """Ask who answers.
+
+    Raises:
+        InputError: nobody, or nobody who speaks the interface.
+    """
+    url = endpoint.rstrip("/").removesuffix("/v1")
+    try:
+        with httpx.Client(base_url=url, timeout=30, trust_env=False, headers=_headers()) as http:
+            answer = http.get("/v1/models").raise_for_status().json()["data"][0]
+        return Server(url, answer["id"], answer.get("owned_by") == "vllm")
+    except (httpx.HTTPError, KeyError, IndexError, TypeError, ValueError) as error:
+        line = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise InputError("--endpoint", endpoint, f"no OpenAI-compatible server answers there ({line})") from None
+
+
+def write_replies(
+    server: Server, requests: Sequence[Request], template: ChatTemplate, settings: RegenerateSettings, journal: Journal
+) -> None:
+    """Ask for what the journal does not have yet, and put it there.
+
+    Raises:
+        BlockdraftError: a request failed after all its tries; what came before is in the journal.
+    """
+    missing = [request for request in requests if journal.get(request.id, request.turn) is None]
+    with progress("replies", len(requests), len(requests) - len(missing)) as advance:
+        asyncio.run(_Asking(server, template, settings, journal, advance).all(missing))
+
+
+class _Asking:
+    def __init__(
+        self, server: Server, template: ChatTemplate, settings: RegenerateSettings, journal: Journal, advance: Advance
+    ) -> None:
+        self.server, self.template, self.settings, self.journal = server, template, settings, journal
+        self.advance = advance
+        self.failure: BlockdraftError | None = None
+
+    async def all(self, requests: Sequence[Request]) -> None:
+        """Workers take requests in order; after a failure none is begun, and those under way are finished."""
+        waiting = iter(requests)
+        limits = httpx.Limits(max_connections=self.settings.concurrency)
+        async with httpx.AsyncClient(
+            base_url=self.server.url, timeout=self.settings.request_timeout, limits=limits, trust_env=False,
+            headers=_headers(),
+        ) as http:  # fmt: skip
+
+            async def work() -> None:
+                for request in waiting:
+                    if self.failure is not None:
+                        return
+                    await self._one(http, request)
+
+            await asyncio.gather(*(work() for _ in range(min(self.settings.concurrency, len(requests)))))
+        if self.failure is not None:
+            raise self.failure
+
+    async def _one(self, http: httpx.AsyncClient, request: Request) -> None:
+        try:
+            reply = await self._asked(http, request)
+        except _RefusedError as error:
+            reply = Written(request.id, request.turn, [], str(error))
+        except BlockdraftError as error:
+            self.failure = error
+            return
+        except (httpx.HTTPError, TimeoutError, ValueError, KeyError, IndexError, TypeError) as error:
+            line = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+            self.failure = BlockdraftError(
+                f"{self.server.url}: {request.id} got no reply after {self.settings.max_retries + 1} tries ({line}); "
+                f"{len(self.journal)} replies are kept, the same command goes on from there"
+            )
+            return
+        self.journal.add([reply])
+        self.advance()
+
+    async def _asked(self, http: httpx.AsyncClient, request: Request) -> Written:
+        tries = AsyncRetrying(
+            retry=retry_if_exception(_may_pass),
+            stop=stop_after_attempt(self.settings.max_retries + 1),
+            wait=wait_random_exponential(multiplier=0.5, max=_LONGEST_WAIT),
+            reraise=True,
+        )
+        path, body = self._body(request)
+        async for attempt in tries:
+            with attempt:
+                answer = await asyncio.wait_for(http.post(path, json=body), self.settings.request_timeout)
+                if answer.status_code in _NOT_OURS:
+                    raise BlockdraftError(
+                        f"{self.server.url} refuses every request ({answer.status_code}: {answer.text[:200]}); "
+                        f"an API key is read from {_KEY}"
+                    )
+                if 400 <= answer.status_code < 500 and answer.status_code not in _AGAIN:
+                    raise _RefusedError(f"{answer.status_code}: {answer.text[:200]}")
+                return self._reply(request, answer.raise_for_status().json())
+        raise AssertionError("tenacity either returns or raises")
+
+    def _body(self, request: Request) -> tuple[str, dict[str, Any]]:
+        settings = self.settings
+        # A request's own seed makes its sample the same in whatever order requests are answered.
+        mark = hashlib.sha256(f"{settings.seed}/{request.id}/{request.turn}".encode()).digest()
+        body: dict[str, Any] = {
+            "model": self.server.model,
+            "max_tokens": settings.max_new_tokens,
+            "temperature": settings.temperature,
+            "top_p": settings.top_p,
+            "seed": int.from_bytes(mark[:4], "big") >> 1,
+        }
+        if self.server.gives_ids:
+            body |= {"return_token_ids": True, "stop_token_ids": sorted(self.template.stop_ids)}
+            body |= {"top_k": settings.top_k} if settings.top_k else {}
+        if not self.template.has_template:
+            prompt: Any = request.prompt if self.server.gives_ids else self.template.render(request.messages)
+            return "/v1/completions", body | {"prompt": prompt}
+        turns = [{key: value for key, value in turn.items() if key != "weight"} for turn in request.messages]
+        body |= {"messages": turns} | ({"tools": request.tools} if request.tools else {})
+        if self.template.thinking != "auto":
+            body["chat_template_kwargs"] = {"enable_thinking": self.template.thinking == "on"}
+        return "/v1/chat/completions", body
+
+    def _reply(self, request: Request, answer: dict[str, Any]) -> Written:
+        choice = answer["choices"][0]
+        if self.server.gives_ids:
+            asked = answer.get("prompt_token_ids") or choice.get("prompt_token_ids")
+            if self.template.start_id is None and asked and asked != request.prompt:
+                raise self._other_prompt(request, asked)
+            return Written(request.id, request.turn, list(choice["token_ids"]))
+        message = choice.get("message") or {}
+        text = choice.get("text") or message.get("content") or ""
+        tokens = list(self.template.tokenizer(text, add_special_tokens=False)["input_ids"])
+        if choice.get("finish_reason") != "length":
+            tokens.append(self.template.tokenizer.eos_token_id)
+        return Written(request.id, request.turn, tokens)
+
+    def _other_prompt(self, request: Request, asked: list[int]) -> BlockdraftError:
+        at = next((i for i, (a, b) in enumerate(zip(asked, request.prompt, strict=False)) if a != b), None)
+        where = f"token {min(len(asked), len(request.prompt)) if at is None else at}"
+        return BlockdraftError(
+            f"{self.server.url} does not write the verifier's prompt ({request.id}, {where}): it serves another model "
+            "or chat template; start it with blockdraft serve or vllm serve on the same folder"
+        )
+
+
+def _may_pass(error: BaseException) -> bool:
+    if isinstance(error, httpx.HTTPStatusError):
+        return error.response.status_code in _AGAIN or error.response.status_code >= 500
+    return isinstance(error, (httpx.TransportError, TimeoutError, ValueError, KeyError, IndexError, TypeError))
+
+
+def _headers() -> dict[str, str]:
+    key = os.environ.get(_KEY)
+    return {"Authorization": f"Bearer {key}"} if key else {}

@@ -1,0 +1,65 @@
+"""The verifier's side of text: its tokenizer and what ends a reply, without its weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from blockdraft.errors import InputError
+from blockdraft.fingerprint import fingerprint
+from blockdraft.verifiers.identity import stop_ids_of, tokenizer_hash
+from blockdraft.verifiers.loading import gguf_tokenizer, is_gguf
+
+
+@dataclass(frozen=True, slots=True)
+class TextSide:
+    """A tokenizer and what is known beside it.
+
+    Attributes:
+        stop_ids: tokens that end a reply.
+        start_id: first token of the decoder, where the verifier has an encoder.
+    """
+
+    tokenizer: Any
+    stop_ids: frozenset[int]
+    start_id: int | None
+
+    def facts(self) -> dict[str, Any]:
+        """What prepared data depend on."""
+        return {
+            "tokenizer": tokenizer_hash(self.tokenizer),
+            "chat_template": fingerprint(getattr(self.tokenizer, "chat_template", None)),
+            "stop_ids": sorted(self.stop_ids),
+            "start_id": self.start_id,
+        }
+
+
+def read_text_side(name_or_path: str, trust_remote_code: bool = False) -> TextSide:
+    """Tokenizer, stop tokens and kind of a verifier.
+
+    Raises:
+        InputError: nothing there, or not readable.
+    """
+    if is_gguf(name_or_path):
+        tokenizer = gguf_tokenizer(name_or_path)
+        return TextSide(tokenizer, stop_ids_of(None, tokenizer), None)
+    if name_or_path.startswith((".", "/", "~")) and not (Path(name_or_path) / "config.json").is_file():
+        raise InputError("--verifier-name-or-path", name_or_path, "no model folder there (config.json is missing)")
+    try:
+        config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # whatever the hub's client or the readers raise
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise InputError("--verifier-name-or-path", name_or_path, f"cannot be read ({line})") from error
+    try:
+        generation = GenerationConfig.from_pretrained(name_or_path)
+    except OSError:  # a model without one
+        generation = config
+    start = None
+    if getattr(config, "is_encoder_decoder", False):
+        decoder = getattr(config, "decoder", config)
+        start = getattr(config, "decoder_start_token_id", None) or getattr(decoder, "bos_token_id", None)
+    return TextSide(tokenizer, stop_ids_of(generation, tokenizer), start)
