@@ -18,7 +18,8 @@ from blockdraft.cli.flags import list_flags, spread_lists
 from blockdraft.cli.main import run
 from blockdraft.cli.verbs import VERBS
 from blockdraft.errors import InputError
-from blockdraft.settings import TrainSettings, build, resolved
+from blockdraft.pipeline.prepare import prepare as prepare_data
+from blockdraft.settings import PrepareSettings, TrainSettings, build, resolved
 from blockdraft.verifiers.loading import load_verifier, save_folder
 from conftest import contract_of, tiny_config, tiny_draft, tiny_verifier_of
 
@@ -34,6 +35,11 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_draft(root / "draft", draft, contract_of(draft, verifier), torch.float32, {})
     prompts = [{"messages": [{"role": "user", "content": f"w{i} w{i + 1} w{2 * i}"}]} for i in range(12)]
     (root / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
+    prepare = PrepareSettings(
+        verifier_name_or_path=str(root / "verifier"), source=(f"s={root / 'prompts.jsonl'}",), prompts_only=True,
+        save_path=root / "prompts", train_data_ratio=0.7,
+    )  # fmt: skip
+    prepare_data(prepare)
     (root / "empty.jsonl").write_text("\n")
     (root / "long.jsonl").write_text(json.dumps({"prompt": "w5 " * 400}))
     return root
@@ -50,13 +56,18 @@ def test_help_has_examples_and_defaults(capsys: pytest.CaptureFixture[str], verb
     code, out, _ = call(capsys, verb, "--help")
     assert code == 0
     assert "Examples" in out and f"blockdraft {verb}" in " ".join(out.split())
-    assert "default:" in out or verb in ("prepare", "convert")
+    assert "default:" in out or verb == "convert"
 
 
 def test_the_whole_chain_by_commands(capsys: pytest.CaptureFixture[str], workshop: Path, tmp_path: Path) -> None:
     verifier = ("--verifier-name-or-path", workshop / "verifier", "--dtype", "float32")
     code, out, err = call(
-        capsys, "regenerate", *verifier, "--data-path", workshop / "prompts.jsonl", "--save-path", tmp_path / "data",
+        capsys, "prepare", *verifier[:2], "--source", f"s={workshop / 'prompts.jsonl'}", "--prompts-only",
+        "--train-data-ratio", 0.8, "--save-path", tmp_path / "prompts",
+    )  # fmt: skip
+    assert code == 0 and "12 texts in" in out, err
+    code, out, err = call(
+        capsys, "regenerate", *verifier, "--data-path", tmp_path / "prompts", "--save-path", tmp_path / "data",
         "--max-new-tokens", 20, "--json",
     )  # fmt: skip
     assert code == 0, err
@@ -93,6 +104,7 @@ def test_sampling_with_a_draft_by_command(capsys: pytest.CaptureFixture[str], wo
     assert tokens[0] == tokens[1] and len(tokens[0]) == 2
 
 
+_TINY = ("--verifier-name-or-path", "{root}/verifier")
 BAD = {
     "unknown flag": (("evaluate", "{draft}", "--nonsense"), "--nonsense"),
     "missing argument": (("evaluate",), "argument CHECKPOINT: missing"),
@@ -111,9 +123,27 @@ BAD = {
     "empty prompt": (("generate", "{draft}", " "), "prompt 1: empty"),
     "no prompt": (("generate", "{draft}"), "give prompts or --data-path"),
     "bad dtype": (("evaluate", "{draft}", "--dtype", "float16"), "--dtype: float16: choose one of"),
-    "bad workload": (("prepare", "--save-path", "{out}", "--workload", "songs"), "--workload: songs"),
+    "no source": (("prepare", "--save-path", "{out}"), "--source: none: name one"),
+    "bad source": (
+        ("prepare", "--save-path", "{out}", "--source", "songs=builtin/songs", *_TINY),
+        "--workload: songs: choose one of",
+    ),
+    "no place": (("prepare", "--source", "s=builtin/chat"), "--save-path: missing"),
+    "bad thinking": (("prepare", "--source", "s=x", "--preview", "1", "--thinking", "hard"), "--thinking: hard"),
+    "data that are none": (
+        ("regenerate", "--data-path", "{root}/verifier", "--save-path", "{out}", *_TINY),
+        "data_config.json: no such file",
+    ),
+    "nobody at the endpoint": (
+        ("regenerate", "--data-path", "{root}/prompts", "--save-path", "{out}", *_TINY,
+         "--endpoint", "http://127.0.0.1:9"),
+        "no OpenAI-compatible server answers there",
+    ),
+    "training on prompts": (
+        ("train", "--data-path", "{root}/prompts", "--save-path", "{out}", *_TINY), "run blockdraft regenerate on it"
+    ),
     "missing GGUF": (
-        ("regenerate", "--verifier-name-or-path", "{root}/no.gguf", "--data-path", "{root}/prompts.jsonl",
+        ("regenerate", "--verifier-name-or-path", "{root}/no.gguf", "--data-path", "{root}/prompts",
          "--save-path", "{out}"),
         "no such GGUF file",
     ),
@@ -179,7 +209,7 @@ def test_a_stopped_training_saves_its_state_and_is_130(workshop: Path, tmp_path:
     """Ctrl-C or SIGTERM: one line that says how to go on, no traceback, and the state on disk."""
     base = [sys.executable, "-m", "blockdraft.cli.main"]
     verifier = ["--verifier-name-or-path", str(workshop / "verifier"), "--dtype", "float32", "--threads", "1"]
-    data = ["--data-path", str(workshop / "prompts.jsonl"), "--save-path", str(tmp_path / "data")]
+    data = ["--data-path", str(workshop / "prompts"), "--save-path", str(tmp_path / "data")]
     subprocess.run([*base, "regenerate", *verifier, *data, "--max-new-tokens", "20"], check=True)
     folders = ["--data-path", str(tmp_path / "data"), "--save-path", str(tmp_path / "run")]
     command = [*base, "train", *verifier, *folders, "--epochs", "10000", "--num-taps", "2", "--logger", "none"]

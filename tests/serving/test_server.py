@@ -17,6 +17,7 @@ import httpx2 as httpx
 import psutil
 import pytest
 
+from blockdraft.data.table import read_documents
 from blockdraft.decoding.engine import DecodingEngine
 from blockdraft.serving.client import EngineClient
 from blockdraft.serving.launcher import Launch, running, stop
@@ -90,6 +91,27 @@ def test_generate_streams_from_the_server(server: Server, own_text: OwnText) -> 
     nobody = blockdraft("generate", str(server.checkpoint.folder), "x", "--engine", "vllm", "--endpoint",
                         "http://127.0.0.1:9")  # fmt: skip
     assert nobody.returncode == 2 and "no vLLM server answers there" in nobody.stderr
+
+
+def test_replies_through_the_server_are_those_of_this_process(
+    server: Server, real_verifier: CausalVerifier, tmp_path: Path
+) -> None:
+    """Conversations of two turns, eight requests at a time on a server that speculates: the verifier's own text."""
+    rows = [{"turns": [f"Name {n} animals.", "Which one is the largest?"]} for n in ("two", "three", "four", "five")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    name = real_verifier.identity.name
+    prepare = ("prepare", "--verifier-name-or-path", name, "--source", f"s={tmp_path / 'rows.jsonl'}",
+               "--prompts-only", "--save-path", str(tmp_path / "prompts"))  # fmt: skip
+    assert blockdraft(*prepare).returncode == 0
+    own = ("regenerate", "--verifier-name-or-path", name, "--dtype", "float32", "--data-path",
+           str(tmp_path / "prompts"), "--max-new-tokens", "24")  # fmt: skip
+    for folder, more in (("here", ()), ("there", ("--endpoint", server.url, "--concurrency", "8"))):
+        done = blockdraft(*own, "--save-path", str(tmp_path / folder), *more)
+        assert done.returncode == 0, done.stderr
+    here, there = (read_documents(tmp_path / folder, "data") for folder in ("here", "there"))
+    assert [d.input_ids for d in there] == [d.input_ids for d in here]
+    assert [d.targets for d in there] == [d.targets for d in here]
+    assert all(len(d.targets) == 2 for d in here if d.finish == "stop")
 
 
 def test_load_with_aborts_and_preemption_gives_no_wrong_token(

@@ -49,9 +49,9 @@ def show_training(result: dict[str, Any]) -> None:
     console.print(_fields({"checkpoint": result["checkpoint"], "parameters": f"{result['parameters']:,}"}))
 
 
-def show_prepared(result: dict[str, Any]) -> None:
+def show_prepared(result: dict[str, Any], console: Console | None = None) -> None:
     """What became of every row of every source; or, for a preview, texts with the learned tokens coloured."""
-    console = _console()
+    console = console or _console()
     if "preview" in result:
         for text in result["preview"]:
             _show_text(console, text)
