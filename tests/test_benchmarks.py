@@ -14,6 +14,8 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import acceptance  # noqa: E402
 import serve  # noqa: E402
+from blockdraft.verifiers.loading import save_folder  # noqa: E402
+from conftest import tiny_verifier_of  # noqa: E402
 from report import write_section  # noqa: E402
 
 
@@ -65,3 +67,16 @@ def test_a_section_replaces_itself_and_nothing_else(tmp_path: Path) -> None:
     write_section(path, "a", "another")
     text = path.read_text()
     assert "By hand." in text and "two" in text and "another" in text and "one" not in text
+
+
+def test_preparing_is_measured_also_on_more_rows(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"question": "q {i}", "answer": "a {i}"}}\n' for i in range(40)))
+    save_folder(tiny_verifier_of("llama"), tmp_path / "verifier")
+    command = [sys.executable, str(BENCHMARKS / "prepare.py"), f"q={rows}", "--verifier", str(tmp_path / "verifier")]
+    command += ["--processes", "1", "--repeats", "1", "--times", "3", "--out", str(tmp_path / "results.md")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = [line.split(" | ") for line in (tmp_path / "results.md").read_text().splitlines() if "blockdraft |" in line]
+    assert [cells[1] for cells in found] == ["40", "120"]
+    assert all(float(cells[3]) > 0 and float(cells[5]) > 0.1 for cells in found)
