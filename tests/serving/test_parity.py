@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from blockdraft.decoding.slot_gaps import SlotGaps, slot_logits
 from blockdraft.pipeline.loading import Pair
 from blockdraft.records import Document
 from blockdraft.serving.client import Served
-from blockdraft.serving.parity import blocks_of, compare_counters, compare_reply, served_rounds
+from blockdraft.serving.parity import blocks_of, compare_counters, compare_reply, served_rounds, within
 from blockdraft.serving.record import append, read
 from blockdraft.settings import SamplingSettings
 from blockdraft.verifiers.causal import CausalVerifier
@@ -52,6 +53,9 @@ def test_a_wrong_proposal_is_named_with_its_position(case: tuple) -> None:
     assert (found.wanted, found.found) == (case[3][anchor][1], case[3][anchor][1] + 1)
     tie = check(case, blocks=wrong, bound=0.5, gap=0.4)[0]
     assert tie.tie and tie.gap == 0.4 and tie.bound == 0.5
+    # The bound of a whole run, known when all of it was compared, has the last word.
+    assert not within(tie, 0.3).tie and within(within(tie, 0.3), 0.4).tie
+    assert not within(replace(tie, gap=None, tie=False), 9.0).tie
     assert not check(case, blocks=wrong, bound=0.5, gap=0.6)[0].tie
 
 

@@ -1,7 +1,8 @@
 """Is a proposed token of a half-precision draft another one because of rounding?
 
 As for text (`identity`): both tokens must lie near the best one in float32, within what rounding was measured to do to
-gaps of this draft's logits on the same blocks.
+gaps of this draft's logits. One document has few slots, and an engine rounds in its own way: whoever compares takes the
+largest bound of all documents of a run.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from blockdraft.models.block_draft import BlockDraft
 from blockdraft.ops.anchors import Blocks
 from blockdraft.records import Document
 from blockdraft.verifiers.base import Verifier
+
+RIVALS = 4  # tokens of a slot whose gaps to the best are measured
 
 
 class DraftAndVerifier(Protocol):
@@ -51,9 +54,9 @@ class SlotGaps:
         if not self.anchors:
             self.bound = 0.0
             return
-        best = self.logits_NKV.topk(2, dim=-1).indices
+        best = self.logits_NKV.topk(min(RIVALS, self.logits_NKV.shape[-1]), dim=-1).indices
         gaps = [each.gather(2, best) for each in (self.logits_NKV, found)]
-        noise = (gaps[0][..., 0] - gaps[0][..., 1]) - (gaps[1][..., 0] - gaps[1][..., 1])
+        noise = (gaps[0][..., :1] - gaps[0]) - (gaps[1][..., :1] - gaps[1])
         self.bound = min(float(noise.abs().max()), TIE_CEILING)
 
     def gap(self, anchor: int, slot: int, wanted: int, found: int) -> float | None:

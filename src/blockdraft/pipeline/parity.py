@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from blockdraft.decoding.engine import DecodingEngine, Reply
-from blockdraft.decoding.identity import differences, tie_bound
+from blockdraft.decoding.identity import TIE_CEILING, differences, tie_bound
 from blockdraft.decoding.one_pass import document_proposals
 from blockdraft.decoding.slot_gaps import SlotGaps
 from blockdraft.errors import InputError
@@ -38,6 +38,7 @@ from blockdraft.serving.parity import (
     compare_reply,
     served_rounds,
     text_finding,
+    within,
 )
 from blockdraft.serving.plugin import require_servable
 from blockdraft.serving.record import Blocks, read
@@ -113,12 +114,15 @@ class _Stage:
         ]
         found = differences(self.exact.verifier, self.plain, texts, self.bound)
         findings = [text_finding(engine, len(self.prompts[each.prompt]), each) for each in found]
+        blockwise: list[Finding] = []
+        bound = 0.0
         with progress(f"block by block, {engine}, K={k}", len(texts)) as advance:
             for text, reply in zip(texts, replies, strict=True):
                 document = Document.of_reply(str(text.index), text.prompt, text.tokens, "length")
                 proposals = document_proposals(self.pair.verifier, self.pair.draft, document, k)
                 gaps = SlotGaps(self.exact, self.pair, document, proposals) if self.bound else None
-                findings += compare_reply(
+                bound = max(bound, gaps.bound if gaps else 0.0)
+                blockwise += compare_reply(
                     engine,
                     text.index,
                     text.prompt,
@@ -126,10 +130,10 @@ class _Stage:
                     proposals,
                     blocks[text.index] if blocks is not None else None,
                     gaps.gap if gaps else lambda *_: None,
-                    gaps.bound if gaps else 0.0,
+                    TIE_CEILING if gaps else 0.0,
                 )
                 advance()
-        return findings
+        return findings + [within(finding, bound) for finding in blockwise]
 
     def served(self, ks: Sequence[int]) -> list[Decoded]:
         """What vLLM makes of the prompts for every K."""

@@ -137,6 +137,11 @@ def compare_reply(
     return findings
 
 
+def within(finding: Finding, bound: float) -> Finding:
+    """A finding whose gap is known, judged by another bound."""
+    return finding if finding.gap is None else replace(finding, tie=finding.gap <= bound, bound=bound)
+
+
 def compare_counters(replies: Sequence[Served], counters: Mapping[str, int], k: int) -> list[Finding]:
     """The engine's totals against its own account of each request."""
     rounds = sum(len(reply.agreed) for reply in replies)
