@@ -140,6 +140,9 @@ def test_tools_reach_the_template() -> None:
     template = template_of(with_tools)
     talk = Conversation(conversation("q", "a").messages, [{"name": "lookup"}])
     assert "tools: lookup" in template.tokenizer.decode(encoded(template, talk)[0].texts[0].input_ids)
+    for_all = template_of(with_tools, tools=({"name": "search"},))
+    for each, name in ((talk, "lookup"), (conversation("q", "a"), "search")):
+        assert f"tools: {name}" in for_all.tokenizer.decode(encoded(for_all, each)[0].texts[0].input_ids)
 
 
 def test_what_a_template_cannot_write_is_refused_and_the_others_stay() -> None:

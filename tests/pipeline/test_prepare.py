@@ -20,7 +20,7 @@ from blockdraft.errors import InputError
 from blockdraft.pipeline import preparation
 from blockdraft.pipeline import prepare as module
 from blockdraft.pipeline.prepare import prepare
-from blockdraft.settings import PrepareSettings
+from blockdraft.settings import PrepareSettings, build
 from blockdraft.verifiers.loading import save_folder
 from conftest import tiny_verifier_of
 
@@ -137,9 +137,12 @@ def test_a_finished_folder_is_read_and_one_of_other_settings_refused(
     with monkeypatch.context() as patch:
         patch.setattr(module, "Preparation", None)  # reading must not prepare
         assert prepare(settings) == json.loads(json.dumps(made))
+    tools = tmp_path / "tools.json"
+    tools.write_text('[{"name": "lookup"}]')
     changes: list[dict[str, Any]] = [
         {"seed": 1}, {"thinking": "on"}, {"max_length": 30}, {"prompts_only": True}, {"train_data_ratio": 0.5},
-        {"source": settings.source[1:]}, {"converter": ("pairs=prompt:response",)}, {"rewritten_history": "split"},
+        {"source": settings.source[1:]}, {"tools": tools}, {"converter": ("pairs=prompt:response",)},
+        {"rewritten_history": "split"},
     ]  # fmt: skip
     for change in changes:
         with pytest.raises(InputError, match="choose another folder or delete this one"):
@@ -157,6 +160,15 @@ def test_a_finished_folder_is_read_and_one_of_other_settings_refused(
     with pytest.raises(InputError, match="holds something else"):
         prepare(settings_of(verifier, sources, tmp_path / "full"))
     assert (tmp_path / "full" / "thesis.txt").read_text() == "mine"
+
+
+def test_a_recipe_names_the_mixture(verifier: str, sources: dict[str, Path], tmp_path: Path) -> None:
+    lines = [f"- {name}={path}@{COUNTS[name]}" for name, path in sources.items()]
+    recipe = tmp_path / "mixture.yaml"
+    recipe.write_text("\n".join(["thinking: 'off'", "source:", *lines, f"verifier-name-or-path: {verifier}"]))
+    settings = build(PrepareSettings, {"save_path": tmp_path / "d"}, recipe)
+    assert prepare(settings)["facts"]["thinking"] == "off"
+    assert len(read_documents(tmp_path / "d", "d")) == 2000
 
 
 def test_rows_that_are_added_move_no_other_across_the_split(verifier: str, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from blockdraft.data.conversations import Conversation, RowError, content_hash, 
 from blockdraft.data.converters import Tokens, convert
 from blockdraft.data.readers import read_rows
 from blockdraft.data.sources import Source
+from blockdraft.progress import Advance
 
 _SCHEMA = pa.schema([("line", pa.int64()), ("id", pa.string()), ("conversation", pa.string()), ("tokens", pa.string())])
 _ROWS_AT_ONCE = 1000
@@ -68,7 +69,7 @@ class Candidates:
 
 
 def collect(
-    source: Source, path: Path, rejects: Rejects, rewrite: bool, excluded: frozenset[str], advance: Any
+    source: Source, path: Path, rejects: Rejects, rewrite: bool, excluded: frozenset[str], advance: Advance
 ) -> Candidates:
     """Read a source.
 
@@ -76,7 +77,7 @@ def collect(
         path: where usable rows are put.
         rewrite: replies will be written by the verifier; those in the rows do not count.
         excluded: hashes of questions that must not be taken.
-        advance: called for every row.
+        advance: told how many rows were read.
     """
     read, contents, keys, allowed = 0, list[str](), list[str](), list[bool]()
     seen_ids: set[int] = set()
@@ -84,7 +85,8 @@ def collect(
         batch: list[dict[str, Any]] = []
         for line, row in read_rows(source):
             read += 1
-            advance()
+            if read % _ROWS_AT_ONCE == 0:  # a bar that is drawn for every row would take longer than reading it
+                advance(_ROWS_AT_ONCE)
             try:
                 item = _converted(row, source, rewrite)
                 if item.id is not None:
@@ -101,6 +103,7 @@ def collect(
                 writer.write_table(pa.Table.from_pylist(batch, _SCHEMA))
                 batch = []
         writer.write_table(pa.Table.from_pylist(batch, _SCHEMA))
+    advance(read % _ROWS_AT_ONCE)
     kept = np.flatnonzero(np.array(allowed, dtype=bool))
     return Candidates(source, path, read, contents, keys, kept, {"overlap": len(allowed) - len(kept)})
 

@@ -52,6 +52,7 @@ class ChatTemplate:
         stop_ids: tokens that end a reply.
         start_id: the first token of the decoder where there is an encoder; each reply is then a text of its own.
         thinking: "on" or "off" is told to the template, "auto" leaves it to its default.
+        tools: offered in every conversation that names none of its own.
         rewritten_history: what becomes of a conversation whose earlier replies the template changes when later turns
             follow, as templates do that drop thoughts: "last" learns the last reply only, "split" makes a text of each
             reply, "reject" refuses the row.
@@ -62,6 +63,7 @@ class ChatTemplate:
     start_id: int | None = None
     thinking: str = "auto"
     rewritten_history: str = "last"
+    tools: tuple[Any, ...] = ()
     _options: dict[str, Any] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -71,6 +73,10 @@ class ChatTemplate:
     @property
     def has_template(self) -> bool:
         return getattr(self.tokenizer, "chat_template", None) is not None
+
+    def offered(self, tools: list[Any] | None) -> list[Any] | None:
+        """A conversation's own tools, else those of all."""
+        return tools or list(self.tools) or None
 
     def render(self, messages: Messages, tools: list[Any] | None = None, opening: bool = False) -> str:
         """The text of some turns.
@@ -88,7 +94,7 @@ class ChatTemplate:
         turns = [{key: value for key, value in turn.items() if key != "weight"} for turn in messages]
         try:
             return self.tokenizer.apply_chat_template(
-                turns, tools=tools, add_generation_prompt=opening, tokenize=False, **self._options
+                turns, tools=self.offered(tools), add_generation_prompt=opening, tokenize=False, **self._options
             )
         except Exception as error:  # jinja raises what the template says, or whatever its code stumbles over
             raise RowError("the template refuses it", str(error).splitlines()[0][:120] if str(error) else "") from None

@@ -29,23 +29,39 @@ def prepare(settings: PrepareSettings) -> dict[str, Any]:
     """Make a data folder, or a preview of one."""
     sources = parse_sources(settings.source, settings.converter)
     text_side = read_text_side(settings.verifier_name_or_path, settings.trust_remote_code)
-    if settings.preview:
-        return _preview(settings, sources, text_side)
-    assert settings.save_path is not None
     facts = _facts(settings, sources, text_side)
+    if settings.preview:
+        return _preview(settings, sources, text_side, _encoder(facts, text_side))
+    assert settings.save_path is not None
     if already_made(settings.save_path / RECORD, facts, "--save-path"):
         return {**read_json(settings.save_path / RECORD, "--save-path"), "folder": str(settings.save_path)}
     if settings.save_path.exists() and any(settings.save_path.iterdir()):
         raise InputError("--save-path", settings.save_path, "holds something else; choose another folder")
     with replacing(settings.save_path) as folder, _rejects_kept(settings.save_path, folder):
-        record = {"facts": facts, **Preparation(settings, sources, _encoder(settings, text_side), folder).run()}
+        record = {"facts": facts, **Preparation(settings, sources, _encoder(facts, text_side), folder).run()}
         write_json(folder / RECORD, record)
     return {**record, "folder": str(settings.save_path)}
 
 
-def chat_template(text_side: TextSide, thinking: str, rewritten_history: str) -> ChatTemplate:
-    """The template of a verifier with the settings that prepared data record."""
-    return ChatTemplate(text_side.tokenizer, text_side.stop_ids, text_side.start_id, thinking, rewritten_history)
+def chat_template(text_side: TextSide, facts: dict[str, Any]) -> ChatTemplate:
+    """The template of a verifier as prepared data record it."""
+    return ChatTemplate(
+        text_side.tokenizer,
+        text_side.stop_ids,
+        text_side.start_id,
+        facts["thinking"],
+        facts["rewritten_history"],
+        tuple(facts["tools"]),
+    )
+
+
+def _tools(path: Path | None) -> list[Any]:
+    if path is None:
+        return []
+    tools = read_json(path, "--tools")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise InputError("--tools", path, "must be a JSON list of tools")
+    return tools
 
 
 def length_limit(max_length: int, text_side: TextSide) -> int:
@@ -70,6 +86,7 @@ def _facts(settings: PrepareSettings, sources: Sequence[Source], text_side: Text
         "excluded": sorted(file_hash(path, "--exclude-overlap") for path in settings.exclude_overlap),
         **text_side.facts(),
         "max_length": length_limit(settings.max_length, text_side),
+        "tools": _tools(settings.tools),
         **{
             name: getattr(settings, name)
             for name in (
@@ -80,13 +97,13 @@ def _facts(settings: PrepareSettings, sources: Sequence[Source], text_side: Text
     }  # fmt: skip
 
 
-def _encoder(settings: PrepareSettings, text_side: TextSide) -> Encoder:
+def _encoder(facts: dict[str, Any], text_side: TextSide) -> Encoder:
     return Encoder(
-        chat_template(text_side, settings.thinking, settings.rewritten_history),
-        settings.max_source_length,
-        length_limit(settings.max_length, text_side),
-        settings.overlong == "drop",
-        settings.prompts_only,
+        chat_template(text_side, facts),
+        facts["max_source_length"],
+        facts["max_length"],
+        facts["overlong"] == "drop",
+        facts["prompts_only"],
     )
 
 
@@ -104,12 +121,14 @@ def _rejects_kept(save_path: Path, folder: Path) -> Iterator[None]:
     beside.unlink(missing_ok=True)
 
 
-def _preview(settings: PrepareSettings, sources: Sequence[Source], text_side: TextSide) -> dict[str, Any]:
+def _preview(
+    settings: PrepareSettings, sources: Sequence[Source], text_side: TextSide, encoder: Encoder
+) -> dict[str, Any]:
     """Texts of each source in pieces of text, the learned ones marked."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as name:
-        sample = Preparation(settings, sources, _encoder(settings, text_side), Path(name)).sample(settings.preview)
+        sample = Preparation(settings, sources, encoder, Path(name)).sample(settings.preview)
         tokenizer = text_side.tokenizer
         return {
             "preview": [

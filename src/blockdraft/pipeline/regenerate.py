@@ -35,7 +35,7 @@ from blockdraft.verifiers.text_side import TextSide, read_text_side
 
 # What prepared data state and regenerated data keep.
 _KEPT_FACTS = (
-    "thinking", "rewritten_history", "max_source_length", "max_length", "tokenizer", "chat_template",
+    "thinking", "tools", "rewritten_history", "max_source_length", "max_length", "tokenizer", "chat_template",
     "train_data_ratio",
 )  # fmt: skip
 
@@ -135,7 +135,7 @@ class _Run:
     ) -> None:
         self.settings, self.prepared, self.context_length = settings, prepared, context_length
         facts = prepared["facts"]
-        self.template: ChatTemplate = chat_template(text_side, facts["thinking"], facts["rewritten_history"])
+        self.template: ChatTemplate = chat_template(text_side, facts)
         self.limits = facts["max_source_length"], facts["max_length"]
         self.journal = Journal(settings.save_path / f".replies.{request}.jsonl")
         self.rejected: dict[str, tuple[str, RowError]] = {}

@@ -160,7 +160,8 @@ class _Asking:
             prompt: Any = request.prompt if self.server.gives_ids else self.template.render(request.messages)
             return "/v1/completions", body | {"prompt": prompt}
         turns = [{key: value for key, value in turn.items() if key != "weight"} for turn in request.messages]
-        body |= {"messages": turns} | ({"tools": request.tools} if request.tools else {})
+        tools = self.template.offered(request.tools)
+        body |= {"messages": turns} | ({"tools": tools} if tools else {})
         if self.template.thinking != "auto":
             body["chat_template_kwargs"] = {"enable_thinking": self.template.thinking == "on"}
         return "/v1/chat/completions", body

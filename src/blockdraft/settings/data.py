@@ -32,6 +32,7 @@ class TemplateSettings:
 
     thinking: str = setting("auto", "tell the chat template to think: on, off or auto (the template's default)")
     rewritten_history: str = setting("last", REWRITTEN_HELP)
+    tools: Path | None = setting(None, "JSON list of tools, offered in every conversation that names none of its own")
     max_source_length: int = setting(2048, "longest source in tokens, for verifiers with an encoder")
     max_length: int = setting(0, "longest text in tokens; 0: 1024 where the verifier has an encoder, else 2048")
 
