@@ -3,8 +3,8 @@
     python benchmarks/prepare.py math=gsm8k.jsonl code=instructions.json pairs=wikisplit.tsv --times 10 \
         --peer-python PEER/bin/python --verifier runs/verifier --out docs/results.md
 
-Speculators 0.9 has every conversation rendered by a running vLLM server; start one of the verifier before
-(`vllm serve runs/verifier`). It idles while our command runs.
+Speculators 0.9 has every conversation rendered by a vLLM server; start one of the verifier before
+(`vllm launch render runs/verifier`). It idles while our command runs.
 
 The sources are turned into one file of conversations first, which everybody reads. A run is a command from start to
 end, so that everybody pays for its imports; runs take turns (A B A B). Memory is the largest sum over the command's
@@ -61,7 +61,7 @@ def write_conversations(sources: tuple[str, ...], path: Path, times: int) -> int
                 for copy in range(times):
                     messages = [dict(turn) for turn in item.messages]
                     messages[0]["content"] = (f"{copy} " if copy else "") + messages[0]["content"]
-                    handle.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
+                    handle.write(json.dumps({"conversations": messages}, ensure_ascii=False) + "\n")
                     count += 1
     return count
 
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--times", type=int, default=0, help="also prepare so many times as many rows")
     parser.add_argument("--peer-python", help="python of an environment with Speculators")
-    parser.add_argument("--peer-endpoint", default="http://127.0.0.1:8000", help="a vLLM server of the verifier")
+    parser.add_argument("--peer-endpoint", default="http://127.0.0.1:8000", help="a vLLM server that renders")
     parser.add_argument("--peer-repeats", type=int, default=1)
     parser.add_argument("--out", type=Path, help="file whose section is replaced by the table")
     options = parser.parse_args()
