@@ -76,10 +76,7 @@ def _decode(
             if all(str(index) in done for index in batch):
                 continue
             replies = engine.generate([prompts[index] for index in batch], batch_size, on_done=advance)
-            fresh = [
-                Document.of_reply(str(index), reply.prompt, reply.tokens, reply.finish or "length")
-                for index, reply in zip(batch, replies, strict=True)
-            ]
+            fresh = [reply.document(str(index)) for index, reply in zip(batch, replies, strict=True)]
             done.update((document.id, document) for document in fresh)
             with partial.open("a", encoding="utf-8") as handle:
                 handle.write(document_lines(fresh))
