@@ -115,8 +115,9 @@ class Trainer:
         settings = {key: value for key, value in resolved(self.settings).items() if key not in ignored}
         contract = self.contract.to_dict()
         del contract["verifier"]["name"]
-        tokens = [document.input_ids for document in (*self.train, *self.validation)]
-        return {**settings, "contract": contract, "data": fingerprint(tokens)}
+        documents = (*self.train, *self.validation)
+        data = [[document.input_ids for document in documents], [document.source_ids for document in documents]]
+        return {**settings, "contract": contract, "data": fingerprint(data)}
 
     def create(self) -> None:
         """Make hidden states and a fresh draft."""

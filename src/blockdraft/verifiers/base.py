@@ -73,6 +73,8 @@ class Verifier(Protocol):
     final_norm: str
     logit_softcap: float | None
     context_length: int
+    """Positions of the decoder."""
+    has_encoder: bool
     stop_ids: frozenset[int]
 
     @property

@@ -24,6 +24,8 @@ from blockdraft.verifiers.in_process import InProcessVerifier, stacked
 class CausalVerifier(InProcessVerifier):
     """See `verifiers.base.Verifier`. `model` is a loaded ...ForCausalLM."""
 
+    has_encoder = False
+
     def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str) -> None:
         super().__init__(model, tokenizer, name)
         self._table = cast(Tensor, model.get_input_embeddings().weight)

@@ -30,6 +30,8 @@ class EncoderDecoderVerifier(InProcessVerifier):
     A prompt is what the encoder reads; the decoder begins with its start token.
     """
 
+    has_encoder = True
+
     def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str) -> None:
         super().__init__(model, tokenizer, name)
         config = model.config
