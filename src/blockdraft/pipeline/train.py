@@ -52,7 +52,7 @@ def require_own_replies(settings: TrainSettings, verifier: Verifier, documents: 
 
 
 def require_sources(verifier: Verifier, documents: list[Document]) -> None:
-    """Refuse texts without sources for a verifier with an encoder, sources for one without, and sources it cannot read."""
+    """Refuse texts without sources where there is an encoder, sources where there is none, and unreadable ones."""
     for document in documents:
         where = f"--data-path document {document.id}"
         if (document.source_ids is not None) != verifier.has_encoder:

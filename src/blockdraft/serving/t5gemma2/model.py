@@ -118,10 +118,11 @@ class Decoder(nn.Module, EagleModelMixin):
         hidden = self.embed_tokens(input_ids)
         begun = torch.cat(encoded) if encoded else None
         plans: Plans = {}
-        taps = self._maybe_add_hidden_state([], 0, hidden, None)
+        record: Any = self._maybe_add_hidden_state
+        taps = record([], 0, hidden, None)
         for number, layer in enumerate(self.layers, start=1):
             hidden = layer(hidden, positions, begun, plans)
-            taps = self._maybe_add_hidden_state(taps, number, hidden, None)
+            taps = record(taps, number, hidden, None)
         return self.norm(hidden), taps
 
 
@@ -136,7 +137,8 @@ class T5Gemma2ForConditionalGeneration(nn.Module, SupportsMultiModal, SupportsEa
             raise ValueError("T5Gemma 2 with an output head of its own is not supported")
         self.config = config
         decoder, text = config.decoder, config.encoder.text_config
-        with self._mark_composite_model(vllm_config, language_targets=Decoder, tower_targets={MODALITY: Encoder}):
+        mark: Any = self._mark_composite_model
+        with mark(vllm_config, language_targets=Decoder, tower_targets={MODALITY: Encoder}):
             self.model: Any = Decoder(decoder, config.eoi_token_index, vllm_config, f"{prefix}model")
             self.encoder: nn.Module = Encoder(text, vllm_config.quant_config, f"{prefix}encoder")
         self.lm_head = ParallelLMHead(decoder.vocab_size, decoder.hidden_size, prefix=f"{prefix}lm_head")
