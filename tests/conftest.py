@@ -45,7 +45,7 @@ from blockdraft.verifiers.causal import CausalVerifier  # noqa: E402
 from blockdraft.verifiers.encoder_decoder import EncoderDecoderVerifier  # noqa: E402
 from blockdraft.verifiers.loading import EMBEDDED, load_verifier, save_folder  # noqa: E402
 
-pytest_plugins = ["serving.fixtures"]  # what tests of served drafts share
+pytest_plugins = ["serving.fixtures", "assets.fixtures"]  # what tests of served drafts share
 
 VOCAB, HIDDEN, LAYERS, MASK = 128, 32, 4, 100
 TEMPLATE = (

@@ -58,7 +58,7 @@ class Asset:
 def small_t5gemma2() -> Asset:
     """The asset of the default pairs, or of those that the environment names; trained at the first call."""
     named = os.environ.get(PAIRS)
-    steps = 900 if named else 500
+    steps = 900 if named else 300
     pairs = read_pairs(Path(named)) if named else venue_pairs(4000, seed=0)
     code = [path.read_bytes() for path in (Path(__file__), Path(__file__).with_name("venues.py"))]
     key = hashlib.sha256(b"".join([*code, repr((pairs, torch.__version__)).encode()])).hexdigest()[:16]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from assets.fixtures import LONGEST, SmallDraft
 from blockdraft.decoding.engine import DecodingEngine, Reply
 from blockdraft.decoding.identity import differences
 from blockdraft.decoding.one_pass import one_pass_acceptance
 from blockdraft.errors import InputError
+from blockdraft.ops.acceptance import AcceptanceCounts
 from blockdraft.settings import SamplingSettings
 from blockdraft.verifiers.encoder_decoder import EncoderDecoderVerifier
 from conftest import IMAGE, random_document, tiny_config, tiny_draft
@@ -83,3 +85,36 @@ def test_bad_sources_are_refused_by_number(tiny_seq2seq: EncoderDecoderVerifier)
     for bad, says in (([], "prompt 2: empty"), ([5] * 65, "prompt 2: 65 tokens"), ([IMAGE], "prompt 2: token")):
         with pytest.raises(InputError, match=says):
             decode(tiny_seq2seq, None, 0, 2, prompts=[SOURCES[0], bad])
+
+
+@pytest.mark.asset
+def test_a_trained_models_text_is_the_librarys_own_on_a_hundred_sources(
+    small_verifier: EncoderDecoderVerifier, heldout_sources: list[list[int]], small_replies: list[Reply]
+) -> None:
+    model, pad = small_verifier.model, small_verifier.tokenizer.pad_token_id
+    for first in range(0, 100, 25):
+        sources = [torch.tensor(source) for source in heldout_sources[first : first + 25]]
+        padded = torch.nn.utils.rnn.pad_sequence(sources, batch_first=True, padding_value=pad)
+        out = model.generate(padded, attention_mask=(padded != pad).long(), max_new_tokens=LONGEST, do_sample=False)
+        for text, reply in zip(out.tolist(), small_replies[first : first + 25], strict=True):
+            whole = reply.prompt + reply.tokens
+            assert text[: len(whole)] == whole and set(text[len(whole) :]) <= {pad}
+            assert reply.finish == "stop"
+    assert max(len(source) for source in heldout_sources) > 16  # the sliding window
+    assert len({tuple(reply.tokens) for reply in small_replies}) == 100
+
+
+@pytest.mark.asset
+def test_a_trained_draft_is_accepted_as_one_pass_says(
+    small_verifier: EncoderDecoderVerifier, heldout_sources: list[list[int]], small_replies: list[Reply],
+    small_trained_draft: SmallDraft,
+) -> None:  # fmt: skip
+    draft = small_trained_draft.draft
+    engine = DecodingEngine(small_verifier, draft, 7, SamplingSettings(max_new_tokens=LONGEST))
+    drafted = engine.generate(heldout_sources, 10)
+    assert [reply.tokens for reply in drafted] == [reply.tokens for reply in small_replies]
+    documents = [reply.document(str(reply.index)) for reply in small_replies]
+    predicted = one_pass_acceptance(small_verifier, draft, documents, [7])
+    assert [reply.rounds for reply in drafted] == [outcome.rounds[7] for outcome in predicted]
+    counts = AcceptanceCounts.of([step for reply in drafted for step in reply.rounds], 7)
+    assert counts.acceptance_length > 2

@@ -196,7 +196,13 @@ def _extend_proposer() -> None:
 
     from blockdraft.serving import proposer
 
-    for name in ("__init__", "set_inputs_first_pass", "_sample_draft_tokens", "propose"):
+    for name in (
+        "__init__",
+        "set_inputs_first_pass",
+        "_sample_draft_tokens",
+        "propose",
+        "validate_same_kv_cache_group",
+    ):
         stock = getattr(DFlashProposer, name)
         wrapped = functools.partialmethod(getattr(proposer, name.strip("_")), stock)
         setattr(DFlashProposer, name, wrapped)

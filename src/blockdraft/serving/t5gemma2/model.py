@@ -19,7 +19,10 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.gemma3 import Gemma3MLP
 from vllm.model_executor.models.interfaces import EagleModelMixin, SupportsEagle3, SupportsMultiModal
 from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.platforms import current_platform
 
+from blockdraft.errors import InputError
+from blockdraft.serving.plugin import on_v1_runner
 from blockdraft.serving.t5gemma2.attention import EncoderAttention, MergedAttention, Plans
 from blockdraft.serving.t5gemma2.prompts import MODALITY, SourceDummies, SourceInfo, SourceProcessor
 
@@ -133,8 +136,7 @@ class T5Gemma2ForConditionalGeneration(nn.Module, SupportsMultiModal, SupportsEa
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         config = vllm_config.model_config.hf_config
-        if not config.tie_word_embeddings:
-            raise ValueError("T5Gemma 2 with an output head of its own is not supported")
+        _require_engine(vllm_config)
         self.config = config
         decoder, text = config.decoder, config.encoder.text_config
         mark: Any = self._mark_composite_model
@@ -199,3 +201,13 @@ class T5Gemma2ForConditionalGeneration(nn.Module, SupportsMultiModal, SupportsEa
         if missing := parameters.keys() - loaded - {"lm_head.weight"}:
             raise ValueError(f"tensors are missing: {', '.join(sorted(missing)[:3])}")
         return loaded | {"lm_head.weight"}
+
+
+def _require_engine(vllm_config: VllmConfig) -> None:
+    """Refuse by name what this model was not written for."""
+    if not vllm_config.model_config.hf_config.tie_word_embeddings:
+        raise InputError("tie_word_embeddings", False, "T5Gemma 2 with an output head of its own is not supported")
+    if not on_v1_runner():
+        raise InputError("VLLM_USE_V2_MODEL_RUNNER", "not 0", "T5Gemma 2 runs on vLLM's V1 runner; set it to 0")
+    if not current_platform.is_cpu() and not vllm_config.model_config.enforce_eager:
+        raise InputError("--enforce-eager", "not given", "T5Gemma 2 gathers its keys step by step; give it")
