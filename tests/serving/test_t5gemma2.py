@@ -1,4 +1,4 @@
-"""T5Gemma 2 in vLLM: transformers' own text whatever draft, batch and cache; drafts propose what they were trained to."""
+"""T5Gemma 2 in vLLM: transformers' own text, whatever draft, batch and cache; drafts propose what they should."""
 
 from __future__ import annotations
 
