@@ -24,8 +24,13 @@ from serving.fixtures import EAGER
 pytestmark = [pytest.mark.asset, pytest.mark.engine]
 
 LIMITS = [40, 17, 9, 64, 12, 33, 5, 64, 21, 64, 15, 30]  # by prompt: replies end at different times
-# So few and small blocks that six requests at once cannot all be kept.
-SCARCE = {"block_size": 32, "num_gpu_blocks_override": 26}
+
+
+def scarce(blocks: int) -> dict[str, int]:
+    """So few and small blocks that six requests at once cannot all be kept; one of the longest can."""
+    return {"block_size": 32, "num_gpu_blocks_override": blocks, "max_num_batched_tokens": 128}
+
+
 ENVIRONMENT = engine_environment(0, cpu=True, v1_runner=True)
 
 
@@ -64,10 +69,10 @@ def findings_of(
 
 
 def test_without_a_draft(request_of: Callable[..., Request], wanted: list[list[int]]) -> None:
-    plenty, scarce = decode([request_of(None), request_of(None, **SCARCE)], ENVIRONMENT)
+    plenty, few = decode([request_of(None), request_of(None, **scarce(60))], ENVIRONMENT)
     assert [reply.tokens for reply in plenty.replies] == wanted
-    assert [reply.tokens for reply in scarce.replies] == wanted
-    assert plenty.counters["preemptions"] == 0 and scarce.counters["preemptions"] >= 2
+    assert [reply.tokens for reply in few.replies] == wanted
+    assert plenty.counters["preemptions"] == 0 and few.counters["preemptions"] >= 2
 
 
 def test_with_a_trained_draft(
@@ -77,7 +82,7 @@ def test_with_a_trained_draft(
     """Accepted and rejected tokens, requests that end at different times, preemptions: the same text and rounds."""
     small = small_trained_draft
     ks = (7, 3, 3)
-    requests = [request_of(small, 7), request_of(small, 3), request_of(small, 3, **SCARCE)]
+    requests = [request_of(small, 7), request_of(small, 3), request_of(small, 3, **scarce(26))]
     outcomes = decode(requests, ENVIRONMENT)
     for k, served in zip(ks, outcomes, strict=True):
         assert [reply.tokens for reply in served.replies] == wanted
