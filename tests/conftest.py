@@ -29,6 +29,8 @@ from transformers import (  # noqa: E402
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
+    T5Gemma2Config,
+    T5Gemma2ForConditionalGeneration,
 )
 
 from blockdraft.checkpoints.speculators import DIGEST  # noqa: E402
@@ -41,10 +43,12 @@ from blockdraft.pipeline.regenerate import regenerate  # noqa: E402
 from blockdraft.records import Document  # noqa: E402
 from blockdraft.settings import PrepareSettings, RegenerateSettings  # noqa: E402
 from blockdraft.training.creation import make_contract  # noqa: E402
+from blockdraft.verifiers.base import Verifier  # noqa: E402
 from blockdraft.verifiers.causal import CausalVerifier  # noqa: E402
+from blockdraft.verifiers.encoder_decoder import EncoderDecoderVerifier  # noqa: E402
 from blockdraft.verifiers.loading import EMBEDDED, load_verifier, save_folder  # noqa: E402
 
-pytest_plugins = ["serving.fixtures"]  # what tests of served drafts share
+pytest_plugins = ["serving.fixtures", "assets.fixtures"]  # what tests of served drafts share
 
 VOCAB, HIDDEN, LAYERS, MASK = 128, 32, 4, 100
 TEMPLATE = (
@@ -117,6 +121,45 @@ def tiny_verifier_of(kind: str, dtype: torch.dtype = torch.float32) -> CausalVer
     return verifier
 
 
+EOI, IMAGE, BOI = 101, 102, 103  # tokens that stand for images in a T5Gemma 2
+
+
+def tiny_encoder_decoder(dtype: torch.dtype = torch.float32) -> EncoderDecoderVerifier:
+    """A random T5Gemma 2 whose norms, image-end row, windows and soft cap all matter."""
+    torch.manual_seed(1)
+    text = {
+        **_COMMON,
+        "bos_token_id": 2,
+        "sliding_window": 4,
+        "query_pre_attn_scalar": 16,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        "final_logit_softcapping": 5.0,
+    }
+    encoder = {**text, "num_hidden_layers": 3, "layer_types": text["layer_types"][1:], "max_position_embeddings": 64}
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
+              "image_size": 4, "patch_size": 2}  # fmt: skip
+    config = T5Gemma2Config(
+        encoder={"text_config": encoder, "vision_config": vision, "mm_tokens_per_image": 4, "eoi_token_index": EOI,
+                 "boi_token_index": BOI},
+        decoder=text, image_token_index=IMAGE,
+    )  # fmt: skip
+    model = T5Gemma2ForConditionalGeneration(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 and "vision" not in name:
+                parameter.add_(0.3 * torch.randn(parameter.shape))
+        # Random tables of this width would make nearly every text one repeated token.
+        model.lm_head.out_proj.weight.mul_(0.3)
+    verifier = EncoderDecoderVerifier(model.to(dtype), tiny_tokenizer(), "tiny-t5gemma2")
+    verifier.prove()
+    return verifier
+
+
+@pytest.fixture(scope="session")
+def tiny_seq2seq() -> EncoderDecoderVerifier:
+    return tiny_encoder_decoder()
+
+
 @pytest.fixture(scope="session")
 def tiny_verifier() -> CausalVerifier:
     return tiny_verifier_of("llama")
@@ -148,14 +191,14 @@ def tiny_config(method: str = "dflash", **changes: object) -> DraftConfig:
     return dataclasses.replace(base, **changes)
 
 
-def tiny_draft(verifier: CausalVerifier, config: DraftConfig, seed: int = 0) -> BlockDraft:
+def tiny_draft(verifier: Verifier, config: DraftConfig, seed: int = 0) -> BlockDraft:
     """A draft with random weights and norms that are not one: norms of one hide faults."""
     draft = BlockDraft(config)
     generator = torch.Generator().manual_seed(seed + 1)
     if draft.vocabulary is not None:
         kept = torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size]
         draft.vocabulary.keep(kept.sort().values)
-    draft.borrow(verifier.embedding_VE, verifier.head_VE)
+    draft.borrow(verifier.embed, verifier.head_VE)
     draft.initialise(seed)
     with torch.no_grad():
         for name, parameter in draft.named_parameters():
@@ -164,12 +207,14 @@ def tiny_draft(verifier: CausalVerifier, config: DraftConfig, seed: int = 0) -> 
             elif parameter.ndim == 2 and "fusion_weights" not in name:
                 parameter.mul_(8)
         if draft.fusion.statistics is not None:
-            taps = verifier.states([torch.arange(3, 60)], config.tap_ids)[0].taps
+            sides = verifier.sides(list(range(3, 60)), "prompt")
+            source = [] if sides.encoder is None else [sides.encoder]
+            taps = verifier.states([torch.arange(3, 60)], config.tap_ids, source)[0].taps
             draft.fusion.statistics.calibrate(taps)
     return draft.eval()
 
 
-def contract_of(draft: BlockDraft, verifier: CausalVerifier) -> Contract:
+def contract_of(draft: BlockDraft, verifier: Verifier) -> Contract:
     """The contract of a draft, its vocabulary map included."""
     return make_contract(draft.config, verifier, None if draft.vocabulary is None else draft.vocabulary.ids)
 
@@ -184,7 +229,7 @@ def rewrite(
     (folder / CONFIG).write_text(json.dumps({**stated, DIGEST: digest(stated, kept)} if sign else stated))
 
 
-def own_replies(verifier: CausalVerifier, source: str, prompts: Path, data: Path, max_new_tokens: int) -> None:
+def own_replies(verifier: Verifier, source: str, prompts: Path, data: Path, max_new_tokens: int) -> None:
     """Prepare a source and let the verifier write its replies, greedily."""
     name, dtype = verifier.identity.name, str(verifier.dtype).removeprefix("torch.")
     prepare(PrepareSettings(verifier_name_or_path=name, source=(source,), save_path=prompts, prompts_only=True))

@@ -85,7 +85,7 @@ def main() -> None:
     dtype = getattr(torch, case.dtype)
     table = (0.02 * torch.randn(case.vocab, HIDDEN)).to(dtype)
     draft = block_draft.BlockDraft(draft_config(case))
-    draft.borrow(table, table)
+    draft.borrow(table.__getitem__, table)
     draft.initialise(0)
     tokens = torch.randint(5, case.vocab, (case.seq_len,)).tolist()
     row = pack_row([Document.of_reply("row", tokens[:PROMPT], tokens[PROMPT:], "length")])

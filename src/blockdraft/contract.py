@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from blockdraft.errors import InputError
 
-CONTRACT_VERSION = 2  # 2: a window moves with the slot; in 1 it was measured from the anchor
+CONTRACT_VERSION = 3  # 2: a window moves with the slot; in 1 it was measured from the anchor. 3: `embedding`
 TAP_CONVENTION = "after_layers"  # tap i = residual stream after i decoder layers (vLLM's and Speculators' numbering)
 TAP_KIND = "residual_stream"  # never a branch before its residual add
 
@@ -29,6 +29,8 @@ class VerifierIdentity:
     num_layers: int
     vocab_size: int
     """Rows of its output head (padded), not the tokenizer's length."""
+    embedding: str
+    """What a draft shares of its embeddings: the "table" of raw rows, or the "module", with scale and special rows."""
     tokenizer_hash: str
     """SHA-256 over the vocabulary in id order, 16 digits."""
     norms_hash: str
@@ -40,6 +42,7 @@ class VerifierIdentity:
         "hidden_size",
         "num_layers",
         "vocab_size",
+        "embedding",
         "tokenizer_hash",
         "norms_hash",
     )
@@ -67,7 +70,7 @@ class Contract:
     """Final norm that the targets went through: "rms" (x * w) or "rms_plus_one" (x * (1 + w))."""
     logit_softcap: float | None
     embedding_scale: float
-    """Factor on the verifier's raw embedding rows before the draft sees them."""
+    """Factor on what the verifier shares of its embeddings (`VerifierIdentity.embedding`) before the draft sees it."""
     mask_token_id: int
     sample_from_anchor: bool
     block_size: int

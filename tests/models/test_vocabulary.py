@@ -59,4 +59,4 @@ def test_hash_depends_on_the_kept_ids_alone() -> None:
 def test_a_draft_without_its_map_cannot_borrow(tiny_verifier: CausalVerifier) -> None:
     draft = BlockDraft(tiny_config(draft_vocab_size=40))
     with pytest.raises(AssertionError, match="map"):
-        draft.borrow(tiny_verifier.embedding_VE, tiny_verifier.head_VE)
+        draft.borrow(tiny_verifier.embed, tiny_verifier.head_VE)

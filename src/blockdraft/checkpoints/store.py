@@ -134,7 +134,7 @@ def load_draft(folder: Path, verifier: Verifier, dtype: torch.dtype) -> tuple[Bl
     draft = BlockDraft(found.config)
     draft.load_state_dict({name: found.tensors[FILE_NAMES.get(name, name)] for name in draft.state_dict()})
     draft.to(device=verifier.device, dtype=dtype).requires_grad_(False).eval()
-    draft.borrow(verifier.embedding_VE, verifier.head_VE)
+    draft.borrow(verifier.embed, verifier.head_VE)
     if found.config.reduced:  # the file's own rows of the head, as a server will use them
         head = found.tensors[HEAD].to(device=verifier.device, dtype=verifier.dtype)
         object.__setattr__(draft, "head_VE", head)

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from blockdraft.decoding.proposals import Proposal, propose
-from blockdraft.errors import InputError
 from blockdraft.models.block_draft import BlockDraft
 from blockdraft.ops.acceptance import Round, accept_sampled, accepted_prefix
 from blockdraft.ops.prefix import shared_prefix
 from blockdraft.ops.ragged_kv import RaggedKV
 from blockdraft.ops.sampling import sampling_probs
+from blockdraft.records import Document
 from blockdraft.settings import SamplingSettings
 from blockdraft.verifiers.base import Verifier, VerifierCache
 
@@ -34,6 +34,7 @@ class Reply:
         rounds: what each round proposed and how much of it was used; empty in plain decoding.
         drafted: for each token, whether it was proposed by the draft.
         finish: "stop" (end of turn or a stop string), "length", or None while it is running.
+        source: what the verifier's encoder reads; None where it has none.
     """
 
     index: int
@@ -43,6 +44,11 @@ class Reply:
     drafted: list[bool] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
     finish: str | None = None
+    source: list[int] | None = None
+
+    def document(self, name: str) -> Document:
+        """The text so far as a document."""
+        return Document.of_reply(name, self.prompt, self.tokens, self.finish or "length", source_ids=self.source)
 
     def take(self, proposed: Sequence[int] | None, agreed: int, bonus: int, stops: StopRules) -> None:
         """Append the proposed tokens that the verifier agreed with and its own, up to where the reply ends.
@@ -92,7 +98,7 @@ class _Batch:
             return
         rows = torch.tensor(running, dtype=torch.int64, device=self.verifier_cache.kv.lengths.device)
         self.replies = [self.replies[row] for row in running]
-        self.verifier_cache.kv.keep_rows(rows)
+        self.verifier_cache.keep_rows(rows)
         if self.draft_cache is not None:
             self.draft_cache.keep_rows(rows)
 
@@ -144,25 +150,18 @@ class DecodingEngine:
             on_done: called with the number of replies that have just ended.
 
         Raises:
-            InputError: a prompt is empty or leaves no room in the verifier's context.
+            InputError: a prompt is empty, leaves no room in the verifier's context, or cannot be read by its encoder.
         """
         replies = [self._reply(index, list(prompt)) for index, prompt in enumerate(prompts)]
-        order = sorted(range(len(replies)), key=lambda index: (-len(replies[index].prompt), index))
+        order = sorted(range(len(replies)), key=lambda index: (-len(prompts[index]), index))
         for first in range(0, len(order), batch_size):
             self._run([replies[index] for index in order[first : first + batch_size]], on_round, on_done)
         return replies
 
     def _reply(self, index: int, prompt: list[int]) -> Reply:
-        room = self.verifier.context_length - len(prompt)
-        if not prompt:
-            raise InputError(f"prompt {index + 1}", "empty", "a prompt needs at least one token")
-        if room < 1:
-            raise InputError(
-                f"prompt {index + 1}",
-                f"{len(prompt)} tokens",
-                f"the verifier's context holds {self.verifier.context_length}; shorten the prompt",
-            )
-        return Reply(index, prompt, min(self.sampling.max_new_tokens, room))
+        sides = self.verifier.sides(prompt, f"prompt {index + 1}")
+        room = self.verifier.context_length - len(sides.decoder)
+        return Reply(index, sides.decoder, min(self.sampling.max_new_tokens, room), source=sides.encoder)
 
     @torch.inference_mode()
     def _run(self, replies: list[Reply], on_round: OnRound | None, on_done: Callable[[int], None] | None) -> None:
@@ -183,13 +182,13 @@ class DecodingEngine:
         device = self.verifier.device
         prompts = [torch.tensor(reply.prompt, device=device) for reply in replies]
         shared = shared_prefix(prompts)
-        cache = self.verifier.cache(1 if shared else len(replies))
+        cache = self.verifier.cache(1 if shared else len(replies), [reply.source for reply in replies])
         draft_cache = self.draft.cache(1 if shared else len(replies)) if self.draft is not None else None
         batch = _Batch(replies, cache, draft_cache)
         if shared:
             self._append(batch, prompts[0][None, :shared], torch.tensor([shared], device=device))
             copies = torch.zeros(len(replies), dtype=torch.int64, device=device)
-            cache.kv.keep_rows(copies)
+            cache.keep_rows(copies)
             if draft_cache is not None:
                 draft_cache.keep_rows(copies)
         rest = [prompt[shared:] for prompt in prompts]

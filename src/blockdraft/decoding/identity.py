@@ -66,7 +66,8 @@ def tie_bound(exact: Verifier, rounded: Verifier, replies: Sequence[Reply]) -> f
     for first in range(0, len(replies), NOISE_GROUP):
         group = replies[first : first + NOISE_GROUP]
         texts = [torch.tensor(reply.prompt + reply.tokens[:-1]) for reply in group]
-        pairs = zip(group, exact.states(texts, []), rounded.states(texts, []), strict=True)
+        sources = [reply.source for reply in group]
+        pairs = zip(group, exact.states(texts, [], sources), rounded.states(texts, [], sources), strict=True)
         for reply, wanted, found in pairs:
             start = len(reply.prompt) - 1
             logits = exact.logits(wanted.final[start:])
@@ -91,14 +92,15 @@ def differences(
         if position is None:
             continue
         pair = [reply.tokens[position] if position < len(reply.tokens) else -1 for reply in (wanted, other)]
-        gap = _gap(verifier_float32, wanted.prompt + wanted.tokens[:position], pair[0], pair[1])
+        gap = _gap(verifier_float32, wanted, position, pair[0], pair[1])
         found.append(Difference(wanted.index, position, pair[0], pair[1], gap, bound))
     return found
 
 
-def _gap(verifier: Verifier, text: list[int], wanted: int, found: int) -> float | None:
+def _gap(verifier: Verifier, reply: Reply, position: int, wanted: int, found: int) -> float | None:
     if -1 in (wanted, found):
         return None
-    (states,) = verifier.states([torch.tensor(text)], [])
+    text = torch.tensor(reply.prompt + reply.tokens[:position])
+    (states,) = verifier.states([text], [], [reply.source])
     logits = verifier.logits(states.final[-1])
     return float(logits.max() - torch.minimum(logits[wanted], logits[found]))

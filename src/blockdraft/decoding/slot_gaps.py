@@ -79,7 +79,8 @@ def slot_logits(pair: DraftAndVerifier, document: Document, anchors: Sequence[in
         return torch.empty(0, 0, 1)
     where = torch.tensor(list(anchors), device=tokens.device)
     blocks = Blocks(where, torch.zeros_like(where), torch.full_like(where, len(tokens)))
-    taps = verifier.states([tokens], draft.config.tap_ids)[0].taps.to(draft.norm.weight.dtype)
+    states = verifier.states([tokens], draft.config.tap_ids, [document.source_ids])[0]
+    taps = states.taps.to(draft.norm.weight.dtype)
     num_proposed = blocks_NK.shape[1]
     hidden = draft(taps, tokens, torch.arange(len(tokens)), blocks, draft.slots_for(num_proposed))
     hidden = draft.predicted(hidden)

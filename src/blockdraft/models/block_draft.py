@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -50,11 +51,11 @@ class BlockDraft(nn.Module):
         self.sequential = SequentialHead(config) if config.sequential_head != "none" else None
         self.confidence = ConfidenceHead(config) if config.confidence_head != "none" else None
         self.vocabulary = DraftVocabulary(config) if config.reduced else None
-        self.embedding_VE: Tensor | None = None
+        self._embedding: Callable[[Tensor], Tensor] | None = None
         self.head_VE: Tensor | None = None
 
-    def borrow(self, embedding_VE: Tensor, head_VE: Tensor) -> None:
-        """Share the verifier's frozen embedding table and output head; nothing is trained.
+    def borrow(self, embedding: Callable[[Tensor], Tensor], head_VE: Tensor) -> None:
+        """Share the verifier's frozen embeddings (of token ids) and output head; nothing is trained.
 
         Nothing is copied either, but the rows of a reduced vocabulary, whose map must be there by now.
         """
@@ -62,7 +63,7 @@ class BlockDraft(nn.Module):
             assert self.vocabulary.consistent, "fill the vocabulary map first"
             head_VE = head_VE[self.vocabulary.ids]
         # Set past nn.Module, which would otherwise make a parameter of them, to be saved and moved with the draft.
-        object.__setattr__(self, "embedding_VE", embedding_VE.detach())
+        object.__setattr__(self, "_embedding", embedding)
         object.__setattr__(self, "head_VE", head_VE.detach())
 
     @torch.no_grad()
@@ -87,8 +88,8 @@ class BlockDraft(nn.Module):
 
     def embed(self, ids: Tensor) -> Tensor:
         """Embeddings [..., D] of verifier token ids, in the draft's compute dtype."""
-        assert self.embedding_VE is not None, "borrow() the verifier's tables first"
-        return self.embedding_VE[ids].to(self.norm.weight.dtype) * self.config.embedding_scale
+        assert self._embedding is not None, "borrow() the verifier's tables first"
+        return self._embedding(ids).to(self.norm.weight.dtype) * self.config.embedding_scale
 
     def predicted(self, hidden_NBD: Tensor) -> Tensor:
         """Hidden states of the slots that propose a token, [N, K, D]: proposal i is for position anchor + i + 1."""

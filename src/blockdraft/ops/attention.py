@@ -282,12 +282,33 @@ def cached_attention(query_RBQH: Tensor, keys_RKCH: Tensor, values_RKCH: Tensor,
     Returns:
         [R, B, Q, H].
     """
-    rows, block_size, num_heads, head_dim = query_RBQH.shape
-    num_kv_heads = keys_RKCH.shape[1]
-    groups = num_heads // num_kv_heads
-    folded = query_RBQH.view(rows, block_size, num_kv_heads, groups, head_dim).permute(0, 2, 3, 1, 4)
-    folded = folded.reshape(rows, num_kv_heads, groups * block_size, head_dim)
-    mask = mask_RBC[:, None].repeat(1, 1, groups, 1)
-    out = torch.nn.functional.scaled_dot_product_attention(folded, keys_RKCH, values_RKCH, attn_mask=mask)
-    out = out.view(rows, num_kv_heads, groups, block_size, head_dim).permute(0, 3, 1, 2, 4)
-    return out.reshape(rows, block_size, num_heads, head_dim)
+    return grouped_attention(query_RBQH.transpose(1, 2), keys_RKCH, values_RKCH, mask_RBC[:, None]).transpose(1, 2)
+
+
+def grouped_attention(
+    query_RQWH: Tensor,
+    keys_RKCH: Tensor,
+    values_RKCH: Tensor,
+    mask_R1WC: Tensor,
+    dropout: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """torch's SDPA under a mask, without copying keys for grouped queries.
+
+    SDPA's own `enable_gqa` with a mask is slow on processors. Here the group is folded into the query axis: queries
+    become [R, K, G * W, H], and the mask is repeated in place of the keys.
+
+    Args:
+        mask_R1WC: True where a query sees a key, or what is added to its score.
+
+    Returns:
+        [R, Q, W, H].
+    """
+    rows, heads, width, head_dim = query_RQWH.shape
+    groups = heads // keys_RKCH.shape[1]
+    folded = query_RQWH.reshape(rows, keys_RKCH.shape[1], groups * width, head_dim)
+    mask = mask_R1WC.repeat(1, 1, groups, 1) if width > 1 and groups > 1 else mask_R1WC
+    out = torch.nn.functional.scaled_dot_product_attention(
+        folded, keys_RKCH, values_RKCH, attn_mask=mask, dropout_p=dropout, scale=scale
+    )
+    return out.reshape(rows, heads, width, head_dim)

@@ -14,7 +14,6 @@ from blockdraft.decoding.one_pass import OnePass, one_pass_acceptance
 from blockdraft.ops.acceptance import AcceptanceCounts
 from blockdraft.pipeline.loading import Pair, encode_all, heldout_or_file, load_pair, require_confidence
 from blockdraft.progress import progress
-from blockdraft.records import Document
 from blockdraft.runtime import dtype_name, machine_description
 from blockdraft.settings import EvaluateSettings, SamplingSettings, resolved
 from blockdraft.verifiers.base import Verifier
@@ -58,9 +57,7 @@ def evaluate(settings: EvaluateSettings) -> dict[str, Any]:
 
 def one_pass(pair: Pair, replies: Sequence[Reply], ks: Sequence[int], threshold: float = 0.0) -> list[OnePass]:
     """One-pass acceptance of replies, by prompt."""
-    documents = [
-        Document.of_reply(str(reply.index), reply.prompt, reply.tokens, reply.finish or "length") for reply in replies
-    ]
+    documents = [reply.document(str(reply.index)) for reply in replies]
     outcomes: list[OnePass] = []
     with progress("one-pass acceptance", len(documents)) as advance:
         for first in range(0, len(documents), ONE_PASS_GROUP):

@@ -17,11 +17,10 @@ from blockdraft.models.block_draft import BlockDraft
 from blockdraft.runtime import has_fast_bfloat16, limit_threads, resolve_dtype
 from blockdraft.settings import CheckpointSettings, VerifierSettings
 from blockdraft.verifiers.base import Verifier
-from blockdraft.verifiers.causal import CausalVerifier
 from blockdraft.verifiers.loading import load_verifier
 
 
-def verifier_of(settings: VerifierSettings) -> CausalVerifier:
+def verifier_of(settings: VerifierSettings) -> Verifier:
     """The verifier that the settings name."""
     limit_threads(settings.threads)
     return load_verifier(
@@ -36,7 +35,7 @@ def verifier_of(settings: VerifierSettings) -> CausalVerifier:
 class Pair:
     """A draft with the verifier it was trained for."""
 
-    verifier: CausalVerifier
+    verifier: Verifier
     draft: BlockDraft
     contract: Contract
 
@@ -66,15 +65,10 @@ def require_confidence(pair: Pair, threshold: float) -> None:
 
 
 def encode_all(verifier: Verifier, conversations: list[Messages]) -> list[list[int]]:
-    """Prompts as token ids, each with room for at least one token in the verifier's context."""
+    """Prompts as token ids, each of which the verifier can read."""
     prompts = [encode_prompt(verifier.tokenizer, conversation) for conversation in conversations]
     for number, prompt in enumerate(prompts, start=1):
-        if len(prompt) >= verifier.context_length:
-            raise InputError(
-                f"prompt {number}",
-                f"{len(prompt)} tokens",
-                f"the verifier's context holds {verifier.context_length}; shorten the prompt",
-            )
+        verifier.sides(prompt, f"prompt {number}")
     return prompts
 
 

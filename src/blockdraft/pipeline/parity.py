@@ -19,7 +19,6 @@ from blockdraft.ops.acceptance import AcceptanceCounts, Round
 from blockdraft.pipeline.loading import Pair, encode_all, heldout_or_file, load_pair
 from blockdraft.pipeline.serve import servable_verifier
 from blockdraft.progress import progress, say
-from blockdraft.records import Document
 from blockdraft.runtime import dtype_name, machine_description
 from blockdraft.serving.client import EngineClient, Served
 from blockdraft.serving.launcher import (
@@ -109,16 +108,16 @@ class _Stage:
     def _judge(self, engine: str, replies: list[Served], blocks: list[Blocks] | None, k: int) -> list[Finding]:
         """An engine's replies against the verifier's own text and the trainer's forward."""
         texts = [
-            Reply(index, prompt, self.sampling.max_new_tokens, list(reply.tokens))
-            for index, (prompt, reply) in enumerate(zip(self.prompts, replies, strict=True))
+            Reply(own.index, own.prompt, own.limit, list(reply.tokens), source=own.source)
+            for own, reply in zip(self.plain, replies, strict=True)
         ]
         found = differences(self.exact.verifier, self.plain, texts, self.bound)
-        findings = [text_finding(engine, len(self.prompts[each.prompt]), each) for each in found]
+        findings = [text_finding(engine, len(self.plain[each.prompt].prompt), each) for each in found]
         blockwise: list[Finding] = []
         bound = 0.0
         with progress(f"block by block, {engine}, K={k}", len(texts)) as advance:
             for text, reply in zip(texts, replies, strict=True):
-                document = Document.of_reply(str(text.index), text.prompt, text.tokens, "length")
+                document = text.document(str(text.index))
                 proposals = document_proposals(self.pair.verifier, self.pair.draft, document, k)
                 gaps = SlotGaps(self.exact, self.pair, document, proposals) if self.bound else None
                 bound = max(bound, gaps.bound if gaps else 0.0)
@@ -212,7 +211,7 @@ class _Stage:
         """Acceptance length over what was delivered, as everywhere in blockdraft."""
         rounds = [
             Round(step.anchor, (0,) * k, step.delivered)
-            for prompt, reply in zip(self.prompts, replies, strict=True)
-            for step in served_rounds(len(prompt), reply)
+            for own, reply in zip(self.plain, replies, strict=True)
+            for step in served_rounds(len(own.prompt), reply)
         ]
         return AcceptanceCounts.of(rounds, k).acceptance_length

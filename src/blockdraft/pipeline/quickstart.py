@@ -41,7 +41,7 @@ from blockdraft.settings import (
 )
 from blockdraft.training.creation import free_control_tokens
 from blockdraft.training.trainer import LAST, SUMMARY, Trainer
-from blockdraft.verifiers.causal import CausalVerifier
+from blockdraft.verifiers.base import Verifier
 from blockdraft.verifiers.loading import is_gguf, load_verifier, save_folder, source_digest
 
 EXACT_K, SHOWN_KS = 7, (3, 7)
@@ -77,11 +77,11 @@ def quickstart(settings: QuickstartSettings) -> dict[str, Any]:
 class _Lazy:
     """A verifier that is loaded when a stage needs it, and once."""
 
-    def __init__(self, load: Callable[[], CausalVerifier]) -> None:
+    def __init__(self, load: Callable[[], Verifier]) -> None:
         self._load = load
-        self._verifier: CausalVerifier | None = None
+        self._verifier: Verifier | None = None
 
-    def __call__(self) -> CausalVerifier:
+    def __call__(self) -> Verifier:
         if self._verifier is None:
             self._verifier = self._load()
         return self._verifier
@@ -126,7 +126,7 @@ def _data(run: _Run, verifier: _Lazy) -> Path:
 
 
 def _train_settings(
-    run: _Run, verifier: CausalVerifier, data: Path, documents: Sequence[Document], folder: Path
+    run: _Run, verifier: Verifier, data: Path, documents: Sequence[Document], folder: Path
 ) -> TrainSettings:
     """The quickstart's way to train: the defaults of `blockdraft train`, and a mask token found for it."""
     settings = run.settings

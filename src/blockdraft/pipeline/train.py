@@ -57,6 +57,20 @@ def require_text_of(settings: TrainSettings, verifier: Verifier, facts: dict[str
                 settings.data_path,
                 f"another verifier wrote its replies ({name} {made_with}, this one has {found}); regenerate them",
             )
+    require_sources(verifier, documents)
     largest = max(max(document.input_ids) for document in documents)
     if largest >= verifier.identity.vocab_size:
         raise InputError("--data-path", settings.data_path, f"token {largest} is outside the verifier's vocabulary")
+
+
+def require_sources(verifier: Verifier, documents: Documents) -> None:
+    """Refuse texts without sources where there is an encoder, sources where there is none, and unreadable ones."""
+    for document in documents:
+        where = f"--data-path document {document.id}"
+        if (document.source_ids is not None) != verifier.has_encoder:
+            kind = "an encoder, and this text has no source for it" if verifier.has_encoder else "no encoder"
+            raise InputError(
+                where, verifier.identity.architecture, f"the verifier has {kind}; prepare data for this one"
+            )
+        if document.source_ids is not None:
+            verifier.sides(document.source_ids, where)

@@ -18,6 +18,7 @@ COUNTERS = {
     "drafts": "vllm:spec_decode_num_drafts_total",
     "proposed": "vllm:spec_decode_num_draft_tokens_total",
     "accepted": "vllm:spec_decode_num_accepted_tokens_total",
+    "preemptions": "vllm:num_preemptions_total",
 }
 TIMEOUT_SECONDS = 600.0  # for one request: a long reply on a processor
 

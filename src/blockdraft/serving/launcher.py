@@ -19,7 +19,7 @@ from blockdraft.errors import BlockdraftError, InputError
 from blockdraft.models.config import DraftConfig
 from blockdraft.serving.client import wait_until_ready
 from blockdraft.serving.cpu_wheel import NAME, WHEEL, installed
-from blockdraft.serving.plugin import is_known, require_servable, unknown_engine
+from blockdraft.serving.plugin import T5GEMMA2, is_known, require_servable, unknown_engine
 from blockdraft.serving.record import RECORD_PATH
 
 OURS = ("--speculative-config", "-sc", "--model", "--tokenizer", "--dtype", "--host", "--port")
@@ -91,7 +91,7 @@ def engine_environment(threads: int, cpu: bool, v1_runner: bool) -> dict[str, st
 def needs_v1_runner(contract: Contract, cpu: bool) -> bool:
     """Whether the engine must use (processors: uses) its V1 runner for this draft."""
     plain = contract.method in ("dflash", "dspark") and contract.sequential_head in ("none", "markov")
-    return cpu or not plain
+    return cpu or not plain or contract.verifier.architecture == T5GEMMA2
 
 
 def launch(
@@ -123,6 +123,7 @@ def launch(
         *("--dtype", dtype, "--host", host, "--port", str(port)),
         *("--speculative-config", json.dumps(speculative)),
         *("--per-request-spec-decode-metrics", "detailed"),
+        *(("--enforce-eager",) if contract.verifier.architecture == T5GEMMA2 else ()),
         *engine_arguments,
     ]
     environment = engine_environment(threads, cpu, v1_runner)

@@ -25,6 +25,7 @@ from blockdraft.models.config import MIXTURE, DraftConfig
 KNOWN_ENGINES = ("0.32",)
 METHODS = ("dflash", "dflare", "dspark", MIXTURE)
 ARCHITECTURE = "BlockDraftModel"
+T5GEMMA2 = "T5Gemma2ForConditionalGeneration"
 STATED = "blockdraft_checkpoint"  # where the engine's draft config keeps the whole config.json of the checkpoint
 _DONE = "_blockdraft_plugin"
 
@@ -49,6 +50,7 @@ def register() -> None:
     _mend_context_key_norm()
     _mend_sampling()
     _extend_proposer()
+    _serve_t5gemma2()
 
 
 def is_known(version: str) -> bool:
@@ -194,7 +196,30 @@ def _extend_proposer() -> None:
 
     from blockdraft.serving import proposer
 
-    for name in ("__init__", "set_inputs_first_pass", "_sample_draft_tokens", "propose"):
+    for name in (
+        "__init__",
+        "set_inputs_first_pass",
+        "_sample_draft_tokens",
+        "propose",
+        "validate_same_kv_cache_group",
+    ):
         stock = getattr(DFlashProposer, name)
         wrapped = functools.partialmethod(getattr(proposer, name.strip("_")), stock)
         setattr(DFlashProposer, name, wrapped)
+
+
+def _serve_t5gemma2() -> None:
+    """Make T5Gemma 2 a model of the engine: plain prompts go to its encoder, whose outputs meet their own rows."""
+    import vllm
+    from vllm.renderers.base import BaseRenderer
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from blockdraft.serving.t5gemma2 import hooks
+
+    vllm.ModelRegistry.register_model(T5GEMMA2, "blockdraft.serving.t5gemma2.model:T5Gemma2ForConditionalGeneration")
+    for owner, name, wrapper in (
+        (BaseRenderer, "_process_enc_dec", hooks.process_prompt),
+        (BaseRenderer, "_process_enc_dec_async", hooks.process_prompt),
+        (GPUModelRunner, "_execute_mm_encoder", hooks.execute_encoder),
+    ):
+        setattr(owner, name, functools.partialmethod(wrapper, getattr(owner, name)))

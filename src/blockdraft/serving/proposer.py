@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.decoding.proposals import propose as choose_proposals
+from blockdraft.errors import InputError
 from blockdraft.serving.draft_model import BlockDraftForCausalLM
 from blockdraft.serving.plugin import STATED, checkpoint_facts
 from blockdraft.serving.record import RECORD_PATH, append
@@ -49,6 +50,20 @@ def init(proposer: Any, stock: Stock, vllm_config: Any, device: torch.device, ru
     if hasattr(engine_config, STATED):
         contract = checkpoint_facts(engine_config)[1]
         contract.require_k(proposer.num_speculative_tokens, "num_speculative_tokens")
+
+
+def validate_same_kv_cache_group(proposer: Any, stock: Stock, kv_cache_config: Any) -> None:
+    """Say what to do when the engine's caches cannot hold the draft's layers together."""
+    try:
+        stock(proposer, kv_cache_config)
+    except AssertionError:
+        groups = [len(group.layer_names) for group in kv_cache_config.kv_cache_groups]
+        raise InputError(
+            "draft layers",
+            f"spread over several of the engine's cache groups (of {groups} layers)",
+            "vLLM's V1 runner keeps a draft in one; train it with the verifier's --num-key-value-heads and --head-dim, "
+            "without --sliding-window",
+        ) from None
 
 
 def set_inputs_first_pass(proposer: Any, stock: Stock, *args: Any, **kwargs: Any) -> tuple[int, Tensor, Any]:

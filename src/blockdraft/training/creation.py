@@ -238,7 +238,7 @@ def create_draft(
     draft = BlockDraft(config).to(verifier.device)
     if draft.vocabulary is not None and vocabulary is not None:
         draft.vocabulary.keep(vocabulary.to(verifier.device))
-    draft.borrow(verifier.embedding_VE, verifier.head_VE)
+    draft.borrow(verifier.embed, verifier.head_VE)
     draft.initialise(seed)
     if draft.fusion.statistics is not None:
         draft.fusion.statistics.calibrate(states.sample_taps(CALIBRATION_DOCUMENTS))

@@ -98,7 +98,9 @@ class InProcessStates:
         documents = [self._documents[index] for index in indices]
         sequences = [torch.tensor(document.input_ids) for document in documents]
         results = []
-        for document, states in zip(documents, self._verifier.states(sequences, self._tap_ids), strict=True):
+        sources = [document.source_ids for document in documents]
+        found = self._verifier.states(sequences, self._tap_ids, sources)
+        for document, states in zip(documents, found, strict=True):
             first = document.first_target - 1
             greedy = torch.full((len(document.input_ids),), -1, device=states.final.device)
             greedy[first:] = self._verifier.greedy(states.final[first:])

@@ -1,8 +1,6 @@
 """The attention function that verifiers run with: torch's SDPA without copying keys for grouped queries.
 
-transformers repeats each key/value head for its group of query heads whenever a mask is given, and SDPA's own
-`enable_gqa` with a mask is slow on processors. Both are avoided by folding the group into the query axis: queries
-[R, K*G, W, H] become [R, K, G*W, H], and the mask is repeated instead of the keys.
+transformers repeats each key/value head for its group of query heads whenever a mask is given.
 """
 
 from __future__ import annotations
@@ -11,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from blockdraft.ops.attention import grouped_attention
 
 NAME = "blockdraft_folded"
 
@@ -33,13 +32,8 @@ def folded_attention(
     groups = query.shape[1] // key.shape[1]
     if attention_mask is None or groups == 1 or kwargs.get("position_bias") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    rows, heads, width, head_dim = query.shape
-    folded = query.reshape(rows, key.shape[1], groups * width, head_dim)
-    mask = attention_mask[..., : key.shape[2]]
-    if width > 1:
-        mask = mask.repeat(1, 1, groups, 1)
-    out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
-    return out.reshape(rows, heads, width, head_dim).transpose(1, 2).contiguous(), None
+    out = grouped_attention(query, key, value, attention_mask[..., : key.shape[2]], dropout, scaling)
+    return out.transpose(1, 2).contiguous(), None
 
 
 def register() -> str:

@@ -37,10 +37,31 @@ class LayerShape:
     rms_norm_eps: float
 
 
+Sources = Sequence[Sequence[int] | None]
+"""What the encoder reads for each row; empty, or None for every row, where the verifier has no encoder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """Where the tokens of a prompt go.
+
+    Attributes:
+        decoder: what the reply is decoded behind.
+        encoder: what the encoder reads; None where there is none.
+    """
+
+    decoder: list[int]
+    encoder: list[int] | None = None
+
+
 class VerifierCache(Protocol):
     """Opaque decoding state of a verifier; `kv.commit` decides what of the last step is kept."""
 
     kv: RaggedKV
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Drop every row that is not named in `rows` (indices, [R'])."""
+        ...
 
 
 class Verifier(Protocol):
@@ -48,12 +69,12 @@ class Verifier(Protocol):
 
     identity: VerifierIdentity
     tokenizer: Any
-    embedding_VE: Tensor
-    """The raw input embedding table, before any scale the family applies."""
     head_VE: Tensor
     final_norm: str
     logit_softcap: float | None
     context_length: int
+    """Positions of the decoder."""
+    has_encoder: bool
     stop_ids: frozenset[int]
 
     @property
@@ -70,12 +91,28 @@ class Verifier(Protocol):
         """One flat rotary dictionary (rope_type, rope_theta, scaling keys) that a draft can inherit."""
         ...
 
-    def states(self, sequences: Sequence[Tensor], tap_ids: Sequence[int]) -> list[States]:
-        """One pass over whole token sequences; each result covers its sequence alone."""
+    def embed(self, ids: Tensor) -> Tensor:
+        """Embeddings [..., E] of token ids as a draft sees them: what an engine that serves the pair shares with it."""
         ...
 
-    def cache(self, num_rows: int) -> VerifierCache:
-        """An empty decoding cache."""
+    def sides(self, prompt: Sequence[int], name: str) -> Sides:
+        """Divide a prompt between encoder and decoder.
+
+        Raises:
+            InputError: it is empty, leaves no room for a reply, or cannot be read; `name` says which prompt it is.
+        """
+        ...
+
+    def states(self, sequences: Sequence[Tensor], tap_ids: Sequence[int], sources: Sources = ()) -> list[States]:
+        """One pass over whole token sequences of the decoder; each result covers its sequence alone."""
+        ...
+
+    def cache(self, num_rows: int, sources: Sources = ()) -> VerifierCache:
+        """A decoding cache without any position of the decoder."""
+        ...
+
+    def prove(self) -> None:
+        """Refuse a model whose own forward gives other logits than this interface does."""
         ...
 
     def extend(self, cache: VerifierCache, tokens_RW: Tensor, tap_ids: Sequence[int]) -> States:

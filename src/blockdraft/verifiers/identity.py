@@ -14,13 +14,16 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from blockdraft.contract import VerifierIdentity
 from blockdraft.errors import InputError
 
 # Final norms that multiply by (1 + w). Everything else with "RMSNorm" in its class multiplies by w.
-_PLUS_ONE_TYPES = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text", "recurrent_gemma", "qwen3_5", "qwen3_5_text"})
+_PLUS_ONE_TYPES = frozenset(
+    {"gemma", "gemma2", "gemma3", "gemma3_text", "recurrent_gemma", "qwen3_5", "qwen3_5_text", "t5gemma2_decoder"}
+)
+ENCODER_DECODER_TYPES = frozenset({"t5gemma2"})  # model types with an encoder that a verifier is known for
 
 
 def final_norm_of(config: Any) -> str:
@@ -33,6 +36,16 @@ def softcap_of(config: Any) -> float | None:
     return getattr(config, "final_logit_softcapping", None)
 
 
+def has_encoder(config: Any) -> bool:
+    """Whether a model's config is that of an encoder-decoder verifier."""
+    return config.model_type in ENCODER_DECODER_TYPES
+
+
+def model_class(config: Any) -> Any:
+    """transformers' class for models of a config."""
+    return AutoModelForSeq2SeqLM if has_encoder(config) else AutoModelForCausalLM
+
+
 def norm_names(decoder: nn.Module) -> list[str]:
     """Names of a decoder's norm weights, sorted."""
     return sorted(
@@ -41,7 +54,7 @@ def norm_names(decoder: nn.Module) -> list[str]:
 
 
 def identity_of(model: Any, tokenizer: Any, name: str, norms: Mapping[str, Tensor] | None = None) -> VerifierIdentity:
-    """The identity of a causal language model.
+    """The identity of a model; norms and layers are those of its decoder.
 
     Args:
         norms: weights of its norms by their name in the decoder; default: those of the model (which may be without
@@ -55,6 +68,7 @@ def identity_of(model: Any, tokenizer: Any, name: str, norms: Mapping[str, Tenso
         hidden_size=config.hidden_size,
         num_layers=len(decoder.layers),
         vocab_size=model.get_output_embeddings().weight.shape[0],
+        embedding="module" if has_encoder(model.config) else "table",
         tokenizer_hash=tokenizer_hash(tokenizer),
         norms_hash=_norms_hash(dict(decoder.named_parameters()) if norms is None else norms, norm_names(decoder)),
     )
@@ -73,7 +87,7 @@ def read_identity(name_or_path: str) -> tuple[VerifierIdentity, str, float | Non
         config = AutoConfig.from_pretrained(folder)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = model_class(config).from_config(config)
         norms = _read_norms(model, folder)
     except InputError:
         raise
@@ -103,7 +117,9 @@ def _read_norms(model: Any, folder: Path) -> dict[str, Tensor]:
         with safe_open(path, framework="pt") as tensors:
             where |= dict.fromkeys(tensors.keys(), path)
     own = next((f"{name}." for name, module in model.named_modules() if module is decoder), "")
-    prefixes = [own, *sorted({key[: -len(names[0])] for key in where if key.endswith(f".{names[0]}")})]
+    prefixes = [own]
+    if not has_encoder(model.config):  # an encoder's norms have the same names, so that only the exact ones will do
+        prefixes += sorted({key[: -len(names[0])] for key in where if key.endswith(f".{names[0]}")})
     prefix = next((each for each in prefixes if all(each + name in where for name in names)), None)
     if prefix is None:
         raise InputError("--verifier-name-or-path", folder, f"its safetensors files have no {own}{names[0]}")

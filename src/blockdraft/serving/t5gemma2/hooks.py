@@ -1,0 +1,30 @@
+"""What is wrapped around methods of vLLM 0.32 for models with an encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from blockdraft.serving.t5gemma2.prompts import with_source
+
+Stock = Callable[..., Any]
+
+
+def process_prompt(renderer: Any, stock: Stock, prompt: Any, **kwargs: Any) -> Any:
+    """Around the renderer's `_process_enc_dec` and its asynchronous sister."""
+    return stock(renderer, with_source(renderer, prompt), **kwargs)
+
+
+def execute_encoder(runner: Any, stock: Stock, scheduler_output: Any) -> list[Tensor]:
+    """Around the runner's `_execute_mm_encoder`: its outputs in the order of the batch's rows.
+
+    The engine has them in the scheduler's order, while their slots in the cache are in that of the rows. The two differ
+    when a request that was preempted comes back in the step in which a new one begins.
+    """
+    outputs: list[Tensor] = stock(runner, scheduler_output)
+    if not runner.model_config.is_encoder_decoder:
+        return outputs
+    rows = [runner.input_batch.req_id_to_index[request] for request in scheduler_output.scheduled_encoder_inputs]
+    return [output for _, output in sorted(zip(rows, outputs, strict=True), key=lambda pair: pair[0])]

@@ -1,0 +1,1 @@
+"""Models that tests train for themselves."""

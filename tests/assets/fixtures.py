@@ -1,0 +1,106 @@
+"""The small T5Gemma 2 as a verifier, its held-out sources, and drafts for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from assets.t5gemma2 import Asset, small_t5gemma2
+from blockdraft.checkpoints.store import load_draft, save_draft
+from blockdraft.contract import Contract
+from blockdraft.decoding.engine import DecodingEngine, Reply
+from blockdraft.models.block_draft import BlockDraft
+from blockdraft.models.config import DraftConfig
+from blockdraft.pipeline.train import train
+from blockdraft.settings import SamplingSettings, TrainSettings
+from blockdraft.training.trainer import BEST
+from blockdraft.verifiers.encoder_decoder import EncoderDecoderVerifier
+from blockdraft.verifiers.loading import load_verifier
+from conftest import contract_of, own_replies, tiny_config, tiny_draft
+
+LONGEST = 64  # more tokens than any of its texts has
+
+
+@dataclass(frozen=True)
+class SmallDraft:
+    folder: Path
+    draft: BlockDraft
+    contract: Contract
+
+
+@pytest.fixture(scope="session")
+def small_asset() -> Asset:
+    return small_t5gemma2()
+
+
+@pytest.fixture(scope="session")
+def small_verifier(small_asset: Asset) -> EncoderDecoderVerifier:
+    verifier = load_verifier(str(small_asset.verifier), torch.float32)
+    assert isinstance(verifier, EncoderDecoderVerifier)
+    return verifier
+
+
+def sources_of(path: Path, verifier: EncoderDecoderVerifier, count: int) -> list[list[int]]:
+    """Token ids of the first sources of a prompt file."""
+    prompts = [json.loads(line)["prompt"] for line in path.read_text().splitlines()[:count]]
+    return [verifier.tokenizer(prompt)["input_ids"] for prompt in prompts]
+
+
+@pytest.fixture(scope="session")
+def heldout_sources(small_asset: Asset, small_verifier: EncoderDecoderVerifier) -> list[list[int]]:
+    return sources_of(small_asset.heldout, small_verifier, 100)
+
+
+@pytest.fixture(scope="session")
+def small_replies(small_verifier: EncoderDecoderVerifier, heldout_sources: list[list[int]]) -> list[Reply]:
+    """What the reference engine makes of them without a draft."""
+    return DecodingEngine(small_verifier, None, 0, SamplingSettings(max_new_tokens=LONGEST)).generate(
+        heldout_sources, 25
+    )
+
+
+def small_config(method: str, **changes: object) -> DraftConfig:
+    """A draft of random weights for the small T5Gemma 2."""
+    widths: dict[str, object] = {
+        "hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "intermediate_size": 256,
+        "vocab_size": 1500, "draft_vocab_size": 1500, "tap_ids": (1, 3, 6), "mask_token_id": 4,
+        "max_position_embeddings": 512,
+    }  # fmt: skip
+    return dataclasses.replace(tiny_config(method), **{**widths, **changes})
+
+
+@pytest.fixture(scope="session")
+def small_random_draft(
+    small_verifier: EncoderDecoderVerifier, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., SmallDraft]:
+    def make(method: str, **changes: object) -> SmallDraft:
+        draft = tiny_draft(small_verifier, small_config(method, **changes), len(method))
+        contract = contract_of(draft, small_verifier)
+        folder = tmp_path_factory.mktemp("small-drafts") / method
+        save_draft(folder, draft, contract, torch.float32, {})
+        return SmallDraft(folder, *load_draft(folder, small_verifier, torch.float32))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def small_trained_draft(
+    small_asset: Asset, small_verifier: EncoderDecoderVerifier, tmp_path_factory: pytest.TempPathFactory
+) -> SmallDraft:
+    """A DFlare draft trained for a minute."""
+    root = tmp_path_factory.mktemp("small-trained")
+    own_replies(small_verifier, f"venues={small_asset.train}@1000", root / "prompts", root / "data", LONGEST)
+    settings = TrainSettings(
+        verifier_name_or_path=str(small_asset.verifier), dtype="float32", data_path=root / "data",
+        save_path=root / "draft", speculator_type="dflare", logger="none", total_seq_len=1024, epochs=4.0,
+        max_anchors=256, num_layers=2,
+    )  # fmt: skip
+    train(settings, small_verifier)
+    folder = root / "draft" / BEST
+    return SmallDraft(folder, *load_draft(folder, small_verifier, torch.float32))

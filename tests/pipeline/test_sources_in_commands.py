@@ -1,0 +1,144 @@
+"""The commands with an encoder-decoder verifier, from prompts to a draft that is evaluated, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from blockdraft.errors import InputError
+from blockdraft.pipeline.check import check
+from blockdraft.pipeline.evaluate import evaluate
+from blockdraft.pipeline.generate import generate
+from blockdraft.pipeline.prepare import regenerate
+from blockdraft.pipeline.train import train
+from blockdraft.records import read_documents
+from blockdraft.settings import CheckSettings, EvaluateSettings, GenerateSettings, RegenerateSettings, TrainSettings
+from blockdraft.verifiers.encoder_decoder import EncoderDecoderVerifier
+from blockdraft.verifiers.loading import save_folder
+from conftest import IMAGE, VOCAB, tiny_tokenizer, tiny_verifier_of
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Folders of a verifier of each kind, prompts, and replies of each to them."""
+
+    root: Path
+
+    def regenerated(self, kind: str) -> Path:
+        folder = self.root / f"data-{kind}"
+        if not folder.exists():
+            regenerate(
+                RegenerateSettings(
+                    verifier_name_or_path=str(self.root / kind), dtype="float32", data_path=self.root / "prompts.jsonl",
+                    save_path=folder, max_new_tokens=20, batch_size=5,
+                )
+            )  # fmt: skip
+        return folder
+
+    def settings(self, verifier: str, data: str, name: str) -> TrainSettings:
+        documents = read_documents(self.regenerated(data) / "documents.jsonl", "data")
+        free = max(set(range(VOCAB)) - {token for document in documents for token in document.input_ids})
+        return TrainSettings(
+            verifier_name_or_path=str(self.root / verifier), dtype="float32", data_path=self.regenerated(data),
+            save_path=self.root / name, speculator_type="dflare", logger="none", mask_token_id=free, epochs=2.0,
+            total_seq_len=128, num_layers=1,
+        )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def stage(tiny_seq2seq: EncoderDecoderVerifier, tmp_path_factory: pytest.TempPathFactory) -> Stage:
+    root = tmp_path_factory.mktemp("commands")
+    save_folder(tiny_seq2seq, root / "seq2seq")
+    save_folder(tiny_verifier_of("llama"), root / "causal")
+    for kind in ("seq2seq", "causal"):  # prompts as they are: without a template there is nothing around them
+        (root / kind / "chat_template.jinja").unlink()
+    lines = [{"prompt": " ".join(f"w{(7 * i + j * j) % 90}" for j in range(3 + i))} for i in range(12)]
+    (root / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return Stage(root)
+
+
+@pytest.fixture(scope="module")
+def checkpoint_of(stage: Stage) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def make(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = Path(train(stage.settings(kind, kind, f"draft-{kind}"))["checkpoint"])
+        return made[kind]
+
+    return make
+
+
+def test_from_prompts_to_an_evaluated_draft(stage: Stage, checkpoint_of: Callable[[str], Path]) -> None:
+    documents = read_documents(stage.regenerated("seq2seq") / "documents.jsonl", "data")
+    assert all(document.input_ids[0] == 2 and document.first_target == 1 for document in documents)
+    lengths = [len(document.source_ids or []) for document in documents]
+    assert lengths == [3 + i for i in range(12)]
+    checkpoint = checkpoint_of("seq2seq")
+    found = evaluate(
+        EvaluateSettings(
+            checkpoint=checkpoint, dtype="float32", data_path=stage.root / "prompts.jsonl", k=(3, 7), decode=True,
+            max_new_tokens=20,
+        )
+    )  # fmt: skip
+    assert found["disagreements"] == 0
+    for k in ("3", "7"):
+        decoded = found["decoding"][k]
+        assert decoded["identical"] == decoded["same_rounds_as_one_pass"] == 12
+        assert decoded["acceptance_length"] == found["acceptance"][k]["acceptance_length"]
+    reply = generate(GenerateSettings(checkpoint=checkpoint, dtype="float32", prompt=("w7 w8 w9",), max_new_tokens=9))
+    assert 1 <= len(reply["replies"][0]["tokens"]) <= 9
+    assert check(CheckSettings(checkpoint=checkpoint))["verifier compared"]
+
+
+def test_a_draft_of_the_other_kind_of_verifier_is_refused(stage: Stage, checkpoint_of: Callable[[str], Path]) -> None:
+    for kind, other in (("causal", "seq2seq"), ("seq2seq", "causal")):
+        folder = str(stage.root / other)
+        with pytest.raises(InputError, match=r"verifier architecture: the draft was trained for .*, this one has"):
+            evaluate(EvaluateSettings(checkpoint=checkpoint_of(kind), verifier_name_or_path=folder, dtype="float32"))
+        with pytest.raises(InputError, match="verifier architecture"):
+            check(CheckSettings(checkpoint=checkpoint_of(kind), verifier_name_or_path=folder))
+
+
+@pytest.mark.parametrize(
+    ("verifier", "data", "says"),
+    [
+        ("seq2seq", "causal", "an encoder, and this text has no source"),
+        ("causal", "seq2seq", "has no encoder"),
+    ],
+)
+def test_data_of_the_other_kind_is_refused(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, verifier: str, data: str, says: str
+) -> None:
+    """Even where nobody wrote down which verifier the replies are of."""
+    from blockdraft.pipeline import train as module
+
+    with pytest.raises(InputError, match="another verifier wrote its replies"):
+        train(stage.settings(verifier, data, "never"))
+    monkeypatch.setattr(module, "read_json", lambda *_: {})
+    with pytest.raises(InputError, match=says):
+        train(stage.settings(verifier, data, "never"))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [("w5 " * 65, "prompt 1: 65 tokens: the verifier's encoder reads 64"), ("w5 <image>", "stands for an image")],
+)
+def test_sources_that_cannot_be_read_are_refused(
+    stage: Stage, checkpoint_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, prompt: str, says: str
+) -> None:
+    from blockdraft.pipeline import loading
+
+    words = tiny_tokenizer()
+    words.add_tokens(["<image>"])
+    monkeypatch.setattr(
+        loading, "encode_prompt",
+        lambda _, turns: [IMAGE if i == words.convert_tokens_to_ids("<image>") else i
+                          for i in words(turns[0]["content"])["input_ids"]],
+    )  # fmt: skip
+    with pytest.raises(InputError, match=says):
+        generate(GenerateSettings(checkpoint=checkpoint_of("seq2seq"), dtype="float32", prompt=(prompt,)))

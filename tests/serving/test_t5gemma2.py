@@ -1,0 +1,139 @@
+"""T5Gemma 2 in vLLM: transformers' own text, whatever draft, batch and cache; drafts propose what they should."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from assets.fixtures import SmallDraft
+from assets.t5gemma2 import EOI, Asset
+from blockdraft.decoding.engine import DecodingEngine, Reply
+from blockdraft.decoding.one_pass import document_proposals
+from blockdraft.errors import BlockdraftError
+from blockdraft.serving.launcher import engine_environment, speculative_config
+from blockdraft.serving.offline import DETAILED, Decoded, Request, decode
+from blockdraft.serving.parity import Finding, blocks_of, compare_counters, compare_reply, served_rounds
+from blockdraft.settings import SamplingSettings
+from blockdraft.verifiers.encoder_decoder import EncoderDecoderVerifier
+from serving.fixtures import EAGER
+
+pytestmark = [pytest.mark.asset, pytest.mark.engine]
+
+LIMITS = [40, 17, 9, 64, 12, 33, 5, 64, 21, 64, 15, 30]  # by prompt: replies end at different times
+
+
+def scarce(blocks: int) -> dict[str, int]:
+    """So few and small blocks that six requests at once cannot all be kept; one of the longest can."""
+    return {"block_size": 32, "num_gpu_blocks_override": blocks, "max_num_batched_tokens": 128}
+
+
+ENVIRONMENT = engine_environment(0, cpu=True, v1_runner=True)
+
+
+@pytest.fixture(scope="module")
+def request_of(
+    small_asset: Asset, small_verifier: EncoderDecoderVerifier, heldout_sources: list[list[int]]
+) -> Callable[..., Request]:
+    def make(small: SmallDraft | None, k: int = 0, **engine: object) -> Request:
+        return Request(
+            verifier=str(small_asset.verifier), prompts=heldout_sources[: len(LIMITS)],
+            stop_ids=sorted(small_verifier.stop_ids), max_tokens=LIMITS, dtype="float32", max_num_seqs=6,
+            max_model_len=128, engine={**EAGER, **(DETAILED if small else {}), **engine},
+            speculative=speculative_config(small.folder, small.contract, k, v1_runner=True) if small else None,
+        )  # fmt: skip
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def wanted(small_replies: list[Reply]) -> list[list[int]]:
+    """Transformers' own text, as the tests of the reference engine show."""
+    return [reply.tokens[:limit] for reply, limit in zip(small_replies, LIMITS, strict=False)]
+
+
+def findings_of(
+    served: Decoded, small: SmallDraft, verifier: EncoderDecoderVerifier, plain: list[Reply], k: int
+) -> list[Finding]:
+    """Every block, agreed count and counter against the trainer's forward over the engine's own text."""
+    found = compare_counters(served.replies, served.counters, k) if not served.counters["preemptions"] else []
+    for index, (own, reply) in enumerate(zip(plain, served.replies, strict=False)):
+        document = dataclasses.replace(own, tokens=reply.tokens).document(str(index))
+        proposals = document_proposals(verifier, small.draft, document, k)
+        blocks = blocks_of(reply, served.blocks)
+        found += compare_reply("vllm", index, own.prompt, reply, proposals, blocks, lambda *_: None, 0.0)
+    return found
+
+
+def test_without_a_draft(request_of: Callable[..., Request], wanted: list[list[int]]) -> None:
+    plenty, few = decode([request_of(None), request_of(None, **scarce(60))], ENVIRONMENT)
+    assert [reply.tokens for reply in plenty.replies] == wanted
+    assert [reply.tokens for reply in few.replies] == wanted
+    assert plenty.counters["preemptions"] == 0 and few.counters["preemptions"] >= 2
+
+
+def test_with_a_trained_draft(
+    request_of: Callable[..., Request], wanted: list[list[int]], small_trained_draft: SmallDraft,
+    small_verifier: EncoderDecoderVerifier, small_replies: list[Reply],
+) -> None:  # fmt: skip
+    """Accepted and rejected tokens, requests that end at different times, preemptions: the same text and rounds."""
+    small = small_trained_draft
+    ks = (7, 3, 3)
+    requests = [request_of(small, 7), request_of(small, 3), request_of(small, 3, **scarce(26))]
+    outcomes = decode(requests, ENVIRONMENT)
+    for k, served in zip(ks, outcomes, strict=True):
+        assert [reply.tokens for reply in served.replies] == wanted
+        assert not findings_of(served, small, small_verifier, small_replies, k)
+        assert 20 < served.counters["accepted"] < served.counters["proposed"] - 20
+    assert outcomes[2].counters["preemptions"] >= 2
+    for own, reply, limit in zip(small_replies, outcomes[0].replies, LIMITS, strict=False):
+        engine = DecodingEngine(small_verifier, small.draft, 7, SamplingSettings(max_new_tokens=limit))
+        (alone,) = engine.generate([own.source or []], 1)
+        found = [(step.anchor, step.agreed, step.delivered) for step in served_rounds(len(own.prompt), reply)]
+        assert found == [(step.anchor, step.agreed, step.accepted) for step in alone.rounds]
+
+
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [
+        ("dflash", {}),
+        ("dspark", {"draft_vocab_size": 700}),
+        ("dflare", {"num_layers": 6, "windows": (None,) * 6, "causal": (False,) * 6, "draft_vocab_size": 700}),
+    ],
+)
+def test_random_drafts_are_served_as_trained(
+    request_of: Callable[..., Request], wanted: list[list[int]], small_random_draft: Callable[..., SmallDraft],
+    small_verifier: EncoderDecoderVerifier, small_replies: list[Reply], method: str, changes: dict[str, object],
+) -> None:  # fmt: skip
+    """Embeddings too: a draft that saw them unscaled, or scaled twice, would propose other tokens."""
+    small = small_random_draft(method, **changes)
+    (served,) = decode([request_of(small, 5)], ENVIRONMENT)
+    assert [reply.tokens for reply in served.replies] == wanted
+    assert not findings_of(served, small, small_verifier, small_replies, 5)
+
+
+def test_image_tokens_are_refused_by_the_engine(request_of: Callable[..., Request]) -> None:
+    request = request_of(None)
+    bad = dataclasses.replace(request, prompts=[[*request.prompts[0], EOI], *request.prompts[1:]])
+    with pytest.raises(BlockdraftError, match="stands for an image; only text is supported"):
+        decode([bad], ENVIRONMENT)
+
+
+def test_encoder_outputs_meet_their_own_rows() -> None:
+    """A request that comes back after a preemption is scheduled before a new one, but takes a row behind it."""
+    pytest.importorskip("vllm")
+    from blockdraft.serving.t5gemma2.hooks import execute_encoder
+
+    outputs = {name: torch.full((2, 3), float(index)) for index, name in enumerate(("back", "new", "newer"))}
+    runner = SimpleNamespace(
+        model_config=SimpleNamespace(is_encoder_decoder=True),
+        input_batch=SimpleNamespace(req_id_to_index={"old": 1, "new": 0, "newer": 2, "back": 3}),
+    )
+    step = SimpleNamespace(scheduled_encoder_inputs={name: [0] for name in outputs})
+    found = execute_encoder(runner, lambda *_: list(outputs.values()), step)
+    assert [float(each[0, 0]) for each in found] == [1.0, 2.0, 0.0]
+    runner.model_config.is_encoder_decoder = False
+    assert execute_encoder(runner, lambda *_: ["as it was"], step) == ["as it was"]
