@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from blockdraft.data.conversations import Conversation, RowError, content_hash, questions, request
 from blockdraft.data.converters import Tokens, convert
+from blockdraft.data.mixture import Hashes
 from blockdraft.data.readers import read_rows
 from blockdraft.data.sources import Source
 from blockdraft.progress import Advance
@@ -62,8 +63,8 @@ class Candidates:
     source: Source
     path: Path
     read: int
-    contents: list[str]
-    keys: list[str]
+    contents: Hashes
+    keys: Hashes
     kept: NDArray[np.int64]
     dropped: dict[str, int]
 
@@ -79,7 +80,7 @@ def collect(
         excluded: hashes of questions that must not be taken.
         advance: told how many rows were read.
     """
-    read, contents, keys, allowed = 0, list[str](), list[str](), list[bool]()
+    read, contents, keys, allowed = 0, Hashes(), Hashes(), bytearray()
     seen_ids: set[int] = set()
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as writer:
         batch: list[dict[str, Any]] = []
@@ -104,7 +105,7 @@ def collect(
                 batch = []
         writer.write_table(pa.Table.from_pylist(batch, _SCHEMA))
     advance(read % _ROWS_AT_ONCE)
-    kept = np.flatnonzero(np.array(allowed, dtype=bool))
+    kept = np.flatnonzero(np.frombuffer(allowed, dtype=bool))
     return Candidates(source, path, read, contents, keys, kept, {"overlap": len(allowed) - len(kept)})
 
 

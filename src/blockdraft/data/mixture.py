@@ -7,13 +7,41 @@ rows come out wherever they stand, and rows that are added leave the others on t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from blockdraft.data.sources import Source
 from blockdraft.errors import InputError
+
+
+class Hashes(Sequence[str]):
+    """Hashes of 32 hex digits, 16 bytes each."""
+
+    def __init__(self, hashes: Iterable[str] = ()) -> None:
+        self._bytes = bytearray()
+        for each in hashes:
+            self.append(each)
+
+    def append(self, hash: str) -> None:
+        """Add one."""
+        self._bytes += bytes.fromhex(hash)
+
+    def __len__(self) -> int:
+        return len(self._bytes) // 16
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> Hashes: ...
+    def __getitem__(self, index: int | slice) -> str | Hashes:
+        if isinstance(index, slice):
+            return Hashes(self[i] for i in range(*index.indices(len(self))))
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self._bytes[16 * index : 16 * index + 16].hex()
 
 
 def place(key: str) -> float:
@@ -24,16 +52,16 @@ def place(key: str) -> float:
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") / 2**64
 
 
-def first_occurrences(keys: Sequence[str]) -> NDArray[np.bool_]:
-    """True where a key occurs for the first time."""
-    packed = np.array([int(key, 16).to_bytes(16, "big") for key in keys], dtype="V16")
-    first = np.zeros(len(keys), dtype=bool)
-    if len(keys):
+def first_occurrences(keys: Iterable[str]) -> NDArray[np.bool_]:
+    """True where a key (32 hex digits) occurs for the first time."""
+    packed = np.frombuffer(b"".join(bytes.fromhex(key) for key in keys), dtype="V16")
+    first = np.zeros(len(packed), dtype=bool)
+    if len(packed):
         first[np.unique(packed, return_index=True)[1]] = True
     return first
 
 
-def ranks(keys: Sequence[str], seed: int) -> NDArray[np.uint64]:
+def ranks(keys: Iterable[str], seed: int) -> NDArray[np.uint64]:
     """A number for every row by seed and key; sorting by it shuffles."""
     digests = (hashlib.blake2b(key.encode(), digest_size=8, key=str(seed).encode()).digest() for key in keys)
     return np.frombuffer(b"".join(digests), dtype=">u8").astype(np.uint64)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from blockdraft.data.accounts import Accounts
 from blockdraft.data.candidates import Candidates, Rejects, collect, overlapping_questions
@@ -39,12 +40,15 @@ class _Taken:
 
     Attributes:
         parts: data sets with encoded texts.
-        rows: by candidate, where its texts are: part and rows in it.
+        where: a row for each candidate that is taken, in the order of the draw: candidate, part, first text, texts.
     """
 
     candidates: Candidates
     parts: list[Any] = field(default_factory=list)
-    rows: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
+    where: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 4), dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.where)
 
 
 class Preparation:
@@ -74,7 +78,7 @@ class Preparation:
             for candidates in self._without_duplicates(self._collected()):
                 taken = _Taken(candidates)
                 self._encode(taken, min(amount, len(candidates.kept)))
-                texts = [taken.parts[part][row] for part, rows in taken.rows.values() for row in rows]
+                texts = [taken.parts[p][first + i] for _, p, first, n in taken.where.tolist() for i in range(n)]
                 found.append((candidates.source, texts[:amount]))
         return found
 
@@ -106,7 +110,7 @@ class Preparation:
 
     def _without_duplicates(self, every: list[Candidates]) -> list[Candidates]:
         """Of rows with the same content, the first source's first one stays."""
-        first = first_occurrences([key for candidates in every for key in candidates.contents])
+        first = first_occurrences(key for candidates in every for key in candidates.contents)
         kept, at = [], 0
         for candidates in every:
             own = first[at : at + len(candidates.contents)]
@@ -129,13 +133,13 @@ class Preparation:
         if open_end:
             for each, amount in zip(taken, available, strict=True):
                 self._encode(each, amount, exact=False)
-            available = [len(each.rows) for each in taken]
+            available = [len(each) for each in taken]
         counts = wanted_counts(self.sources, available, self.settings.num_rows)
         for each, source, count in zip(taken, self.sources, counts, strict=True):
             if not open_end:
                 # A source that gives all it has gives what turns out usable.
                 self._encode(each, count, exact=bool(source.count or source.weight or self.settings.num_rows))
-            each.rows = dict(list(each.rows.items())[:count])
+            each.where = each.where[:count]
         return taken
 
     def _encode(self, taken: _Taken, count: int, exact: bool = True) -> None:
@@ -143,23 +147,23 @@ class Preparation:
         candidates = taken.candidates
         order = candidates.kept[
             np.argsort(
-                ranks([candidates.contents[i] for i in candidates.kept], self.settings.seed), kind="stable"
+                ranks((candidates.contents[i] for i in candidates.kept), self.settings.seed), kind="stable"
             )
         ]  # fmt: skip
         at = 0
         with progress(f"encoding {candidates.source.name}", count) as advance:
-            while len(taken.rows) < count and at < len(order):
-                rows = order[at : at + min(_SLICE, count - len(taken.rows))]
+            while len(taken) < count and at < len(order):
+                rows = order[at : at + min(_SLICE, count - len(taken))]
                 at += len(rows)
                 self._encode_rows(taken, rows)
                 advance(len(rows))
         self._judge(candidates.source, candidates.read)
-        if exact and len(taken.rows) < count:
+        if exact and len(taken) < count:
             reasons = ", ".join(f"{n} {reason}" for reason, n in self.rejects.of(candidates.source).most_common(3))
             raise InputError(
-                "--source", candidates.source.name, f"{count} rows asked for, {len(taken.rows)} usable ({reasons})"
+                "--source", candidates.source.name, f"{count} rows asked for, {len(taken)} usable ({reasons})"
             )
-        if not taken.rows:
+        if not len(taken):
             raise InputError(
                 "--source", candidates.source.name, f"no usable row ({', '.join(self.rejects.of(candidates.source))})"
             )
@@ -169,14 +173,15 @@ class Preparation:
         part = self._map(stored.select(rows), f"{taken.candidates.path.stem}-{len(taken.parts)}")
         number = len(taken.parts)
         taken.parts.append(part)
+        refused = np.array([reason is not None for reason in part["reason"]], dtype=bool)
         lines = stored.with_format("arrow")
-        for index, (row, reason, detail) in enumerate(zip(part["row"], part["reason"], part["detail"], strict=True)):
-            candidate = int(rows[row])
-            if reason is None:
-                taken.rows.setdefault(candidate, (number, []))[1].append(index)
-            else:
-                line = lines[candidate]["line"][0].as_py()
-                self.rejects.add(taken.candidates.source, line, RowError(reason, detail))
+        for bad in _fetched(part, np.flatnonzero(refused).tolist()):
+            line = lines[int(rows[bad["row"]])]["line"][0].as_py()
+            self.rejects.add(taken.candidates.source, line, RowError(bad["reason"], bad["detail"]))
+        texts = np.flatnonzero(~refused)
+        own, first, count = np.unique(np.asarray(part["row"])[texts], return_index=True, return_counts=True)
+        fresh = np.stack([rows[own], np.full(len(own), number), texts[first], count], axis=1)
+        taken.where = np.concatenate([taken.where, fresh])
 
     def _map(self, rows: Any, name: str) -> Any:
         import datasets
@@ -209,14 +214,15 @@ class Preparation:
         names = [each.candidates.source.name for each in taken]
         accounts = Accounts(names, self.settings.train_data_ratio)
         cuts = {name: Counter[str]() for name in names}
-        contents = [each.candidates.contents[row] for each in taken for row in each.rows]
-        places = [(number, row) for number, each in enumerate(taken) for row in each.rows]
+        sources = np.repeat(np.arange(len(taken)), [len(each) for each in taken])
+        places = np.stack([sources, np.concatenate([np.arange(len(each)) for each in taken])], axis=1)
+        contents = (each.candidates.contents[row] for each in taken for row in each.where[:, 0])
         order = np.argsort(ranks(contents, self.settings.seed), kind="stable")
 
         def rows() -> Iterator[dict[str, Any]]:
             with progress("writing", len(order)) as advance:
                 for first in range(0, len(order), _WRITTEN):
-                    chosen = [places[index] for index in order[first : first + _WRITTEN]]
+                    chosen = places[order[first : first + _WRITTEN]].tolist()
                     yield from self._final_rows(taken, chosen, cuts)
                     advance(len(chosen))
 
@@ -233,29 +239,35 @@ class Preparation:
         }
 
     def _final_rows(
-        self, taken: list[_Taken], chosen: list[tuple[int, int]], cuts: dict[str, Counter[str]]
+        self, taken: list[_Taken], chosen: list[list[int]], cuts: dict[str, Counter[str]]
     ) -> Iterator[dict[str, Any]]:
-        """Rows of the table for (source, candidate), in this order; what was cut from them is counted in `cuts`."""
+        """Rows of the table for (source, place in its draw), in this order; what was cut from them goes into `cuts`."""
         texts: dict[tuple[int, int], list[dict[str, Any]]] = {}
         stored: dict[tuple[int, int], dict[str, Any]] = {}
         for number, each in enumerate(taken):
-            candidates = [candidate for source, candidate in chosen if source == number]
-            rows = _fetched(_opened(each.candidates.path), candidates)
-            stored |= {(number, candidate): row for candidate, row in zip(candidates, rows, strict=True)}
+            places = [place for source, place in chosen if source == number]
+            where = each.where[places].tolist()
+            rows = _fetched(_opened(each.candidates.path), [candidate for candidate, *_ in where])
+            stored |= {(number, place): row for place, row in zip(places, rows, strict=True)}
             for part, encoded in enumerate(each.parts):
-                wanted = [(c, index) for c in candidates if each.rows[c][0] == part for index in each.rows[c][1]]
-                for (candidate, _), row in zip(wanted, _fetched(encoded, [i for _, i in wanted]), strict=True):
-                    texts.setdefault((number, candidate), []).append(row)
-        for number, candidate in chosen:
-            source, key = taken[number].candidates.source.name, taken[number].candidates.keys[candidate]
-            for index, text in enumerate(texts[number, candidate]):
-                _count_cuts(cuts[source], text)
+                wanted = [
+                    (place, text)
+                    for place, (_, own, first, count) in zip(places, where, strict=True)
+                    if own == part
+                    for text in range(first, first + count)
+                ]
+                for (place, _), row in zip(wanted, _fetched(encoded, [text for _, text in wanted]), strict=True):
+                    texts.setdefault((number, place), []).append(row)
+        for number, place in chosen:
+            candidates = taken[number].candidates
+            for index, text in enumerate(texts[number, place]):
+                _count_cuts(cuts[candidates.source.name], text)
                 yield {
-                    "id": stored[number, candidate]["id"],
+                    "id": stored[number, place]["id"],
                     "part": index,
-                    "source": source,
-                    "key": key,
-                    "conversation": None if index else stored[number, candidate]["conversation"],
+                    "source": candidates.source.name,
+                    "key": candidates.keys[int(taken[number].where[place, 0])],
+                    "conversation": None if index else stored[number, place]["conversation"],
                     **{name: text[name] for name in ("source_ids", "input_ids", "targets", "finish")},
                 }
 
@@ -264,11 +276,11 @@ class Preparation:
         candidates = taken.candidates
         rejected = self.rejects.of(candidates.source)
         dropped = {reason: n for reason, n in candidates.dropped.items() if n}
-        not_drawn = candidates.read - len(taken.rows) - sum(dropped.values()) - sum(rejected.values())
+        not_drawn = candidates.read - len(taken) - sum(dropped.values()) - sum(rejected.values())
         return {
             "location": candidates.source.location,
             "read": candidates.read,
-            "kept": len(taken.rows),
+            "kept": len(taken),
             "dropped": dropped | ({"not drawn": not_drawn} if not_drawn else {}),
             "rejected": dict(sorted(rejected.items())),
         }
