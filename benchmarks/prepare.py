@@ -131,6 +131,7 @@ def main() -> None:
     parser.add_argument("--peer-python", help="python of an environment with Speculators")
     parser.add_argument("--peer-endpoint", default="http://127.0.0.1:8000", help="a vLLM server that renders")
     parser.add_argument("--peer-repeats", type=int, default=1)
+    parser.add_argument("--section", default="prepare")
     parser.add_argument("--out", type=Path, help="file whose section is replaced by the table")
     options = parser.parse_args()
     rows = []
@@ -180,7 +181,7 @@ def main() -> None:
     if options.out:
         said = " ".join(f"{each.split('=')[0]}={Path(each.split('=', 1)[1]).name}" for each in options.sources)
         heading = f"`python benchmarks/prepare.py {said} ...`, {today()}; {machine_description()}."
-        write_section(options.out, "prepare", f"{heading}\n\n{markdown_table(COLUMNS, rows)}")
+        write_section(options.out, options.section, f"{heading}\n\n{markdown_table(COLUMNS, rows)}")
 
 
 if __name__ == "__main__":
