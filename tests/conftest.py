@@ -204,7 +204,7 @@ def tiny_draft(verifier: Verifier, config: DraftConfig, seed: int = 0) -> BlockD
             elif parameter.ndim == 2 and "fusion_weights" not in name:
                 parameter.mul_(8)
         if draft.fusion.statistics is not None:
-            sides = verifier.sides(list(range(3, 60)), "prompt")
+            sides = verifier.sides(list(range(8, 60)), "prompt")
             source = [] if sides.encoder is None else [sides.encoder]
             taps = verifier.states([torch.arange(3, 60)], config.tap_ids, source)[0].taps
             draft.fusion.statistics.calibrate(taps)
