@@ -14,7 +14,7 @@ from blockdraft.decoding.slot_gaps import SlotGaps, slot_logits
 from blockdraft.pipeline.loading import Pair
 from blockdraft.records import Document
 from blockdraft.serving.client import Served
-from blockdraft.serving.parity import blocks_of, compare_counters, compare_reply, served_rounds, within
+from blockdraft.serving.parity import blocks_of, compare_counters, compare_reply, served_rounds, within, without_padding
 from blockdraft.serving.record import append, read
 from blockdraft.settings import SamplingSettings
 from blockdraft.verifiers.causal import CausalVerifier
@@ -113,3 +113,13 @@ def test_the_bound_of_half_precision_is_measured(case: tuple) -> None:
     _, _, proposals, _, pair, document = case
     rounded = Pair(tiny_verifier_of("llama", torch.bfloat16), pair.draft, pair.contract)
     assert 0 < SlotGaps(pair, rounded, document, proposals).bound <= 1.0
+
+
+def test_a_step_that_the_engine_only_padded_is_no_round() -> None:
+    reply = Served("r", [5, 6, 7, 8, 9, 10], [0, 2, 1])
+    blocks = dict.fromkeys((1, 4, 6), (3, 3, 3))
+    assert without_padding(1, reply, blocks).agreed == [2, 1]
+    right = Served("r", [5, 6, 7, 8, 9, 10], [0, 2, 0])
+    assert without_padding(1, right, dict.fromkeys((1, 2, 5, 6), (3, 3, 3))) is right
+    nonsense = Served("r", [5, 6, 7, 8, 9, 10], [0, 1, 1])
+    assert without_padding(1, nonsense, blocks) is nonsense  # left as it is, for parity to find

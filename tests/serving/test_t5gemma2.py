@@ -16,7 +16,14 @@ from blockdraft.decoding.one_pass import document_proposals
 from blockdraft.errors import BlockdraftError
 from blockdraft.serving.launcher import engine_environment, speculative_config
 from blockdraft.serving.offline import DETAILED, Decoded, Request, decode
-from blockdraft.serving.parity import Finding, blocks_of, compare_counters, compare_reply, served_rounds
+from blockdraft.serving.parity import (
+    Finding,
+    blocks_of,
+    compare_counters,
+    compare_reply,
+    served_rounds,
+    without_padding,
+)
 from blockdraft.settings import SamplingSettings
 from blockdraft.verifiers.encoder_decoder import EncoderDecoderVerifier
 from serving.fixtures import EAGER
@@ -64,6 +71,7 @@ def findings_of(
         document = dataclasses.replace(own, tokens=reply.tokens).document(str(index))
         proposals = document_proposals(verifier, small.draft, document, k)
         blocks = blocks_of(reply, served.blocks)
+        reply = without_padding(len(own.prompt), reply, blocks)
         found += compare_reply("vllm", index, own.prompt, reply, proposals, blocks, lambda *_: None, 0.0)
     return found
 
@@ -72,7 +80,7 @@ def test_without_a_draft(request_of: Callable[..., Request], wanted: list[list[i
     plenty, few = decode([request_of(None), request_of(None, **scarce(60))], ENVIRONMENT)
     assert [reply.tokens for reply in plenty.replies] == wanted
     assert [reply.tokens for reply in few.replies] == wanted
-    assert plenty.counters["preemptions"] == 0 and few.counters["preemptions"] >= 2
+    assert plenty.counters["preemptions"] == 0 and few.counters["preemptions"] >= 1
 
 
 def test_with_a_trained_draft(
@@ -89,7 +97,8 @@ def test_with_a_trained_draft(
         assert not findings_of(served, small, small_verifier, small_replies, k)
         assert 20 < served.counters["accepted"] < served.counters["proposed"] - 20
     assert outcomes[2].counters["preemptions"] >= 2
-    for own, reply, limit in zip(small_replies, outcomes[0].replies, LIMITS, strict=False):
+    for own, counted, limit in zip(small_replies, outcomes[0].replies, LIMITS, strict=False):
+        reply = without_padding(len(own.prompt), counted, blocks_of(counted, outcomes[0].blocks))
         engine = DecodingEngine(small_verifier, small.draft, 7, SamplingSettings(max_new_tokens=limit))
         (alone,) = engine.generate([own.source or []], 1)
         found = [(step.anchor, step.agreed, step.delivered) for step in served_rounds(len(own.prompt), reply)]

@@ -38,6 +38,7 @@ from blockdraft.serving.parity import (
     served_rounds,
     text_finding,
     within,
+    without_padding,
 )
 from blockdraft.serving.plugin import require_servable
 from blockdraft.serving.record import Blocks, read
@@ -100,10 +101,17 @@ class _Stage:
         ]
         own = [{step.anchor: list(step.drafted) for step in reply.rounds} for reply in drafted]
         findings = self._judge("reference", reference, own, k)
-        blocks = [blocks_of(reply, served.blocks) for reply in served.replies] if served.blocks else None
-        findings += self._judge("vllm", served.replies, blocks, k)
         findings += compare_counters(served.replies, served.counters, k)
-        return self._result(findings, reference, served, k)
+        blocks, replies = None, served.replies
+        if served.blocks:
+            blocks = [blocks_of(reply, served.blocks) for reply in served.replies]
+            replies = [
+                without_padding(len(own.prompt), reply, each)
+                for own, reply, each in zip(self.plain, served.replies, blocks, strict=True)
+            ]
+        findings += self._judge("vllm", replies, blocks, k)
+        padding = sum(len(reply.agreed) for reply in served.replies) - sum(len(reply.agreed) for reply in replies)
+        return self._result(findings, reference, dataclasses.replace(served, replies=replies), padding, k)
 
     def _judge(self, engine: str, replies: list[Served], blocks: list[Blocks] | None, k: int) -> list[Finding]:
         """An engine's replies against the verifier's own text and the trainer's forward."""
@@ -181,8 +189,11 @@ class _Stage:
         counters = {name: after[name] - before[name] for name in after}
         return Decoded(replies, counters, read(self.settings.record) if self.settings.record else {})
 
-    def _result(self, findings: list[Finding], reference: list[Served], served: Decoded, k: int) -> dict[str, Any]:
-        counted = served.counters
+    def _result(
+        self, findings: list[Finding], reference: list[Served], served: Decoded, padding: int, k: int
+    ) -> dict[str, Any]:
+        """One K's part of the result; `padding` steps are in the engine's counters though nothing was proposed."""
+        drafts = served.counters["drafts"] - padding
         faults = [finding for finding in findings if not finding.tie]
         return {
             "stages": {
@@ -200,8 +211,9 @@ class _Stage:
             "acceptance_length": {
                 "reference": self._length(reference, k),
                 "vllm": self._length(served.replies, k),
-                "vllm_counters": 1 + counted["accepted"] / counted["drafts"] if counted["drafts"] else 1.0,
+                "vllm_counters": 1 + served.counters["accepted"] / drafts if drafts else 1.0,
             },
+            "padded_steps": padding,
             "faults": len(faults),
             "ties": len(findings) - len(faults),
             "first_fault": dataclasses.asdict(faults[0]) if faults else None,

@@ -218,8 +218,8 @@ def _serve_t5gemma2() -> None:
 
     vllm.ModelRegistry.register_model(T5GEMMA2, "blockdraft.serving.t5gemma2.model:T5Gemma2ForConditionalGeneration")
     for owner, name, wrapper in (
-        (BaseRenderer, "_process_enc_dec", hooks.process_prompt),
-        (BaseRenderer, "_process_enc_dec_async", hooks.process_prompt),
+        (BaseRenderer, "process_for_engine", hooks.process_prompt),
+        (BaseRenderer, "process_for_engine_async", hooks.process_prompt),
         (GPUModelRunner, "_execute_mm_encoder", hooks.execute_encoder),
     ):
         setattr(owner, name, functools.partialmethod(wrapper, getattr(owner, name)))

@@ -12,9 +12,9 @@ from blockdraft.serving.t5gemma2.prompts import with_source
 Stock = Callable[..., Any]
 
 
-def process_prompt(renderer: Any, stock: Stock, prompt: Any, **kwargs: Any) -> Any:
-    """Around the renderer's `_process_enc_dec` and its asynchronous sister."""
-    return stock(renderer, with_source(renderer, prompt), **kwargs)
+def process_prompt(renderer: Any, stock: Stock, prompt: Any, arrival_time: float, **kwargs: Any) -> Any:
+    """Around the renderer's `process_for_engine` and its asynchronous sister."""
+    return stock(renderer, with_source(renderer, prompt), arrival_time, **kwargs)
 
 
 def execute_encoder(runner: Any, stock: Stock, scheduler_output: Any) -> list[Tensor]:

@@ -120,9 +120,13 @@ class SourceProcessor(EncDecMultiModalProcessor[SourceInfo]):
 
 
 def with_source(renderer: Any, prompt: Any) -> Any:
-    """A prompt for an encoder-decoder model, whose tokens are given to the encoder where it is our model's."""
-    encoder = prompt["encoder_prompt"]
-    if not isinstance(renderer.mm_processor, SourceProcessor) or encoder.get("multi_modal_data"):
+    """A tokenised prompt whose tokens are given to the encoder where the model is ours.
+
+    A text comes as a prompt for the encoder already, a rendered chat as a plain one.
+    """
+    if not isinstance(renderer.mm_processor, SourceProcessor):
         return prompt
-    data = {MODALITY: [encoder["prompt_token_ids"]]}
-    return {**prompt, "encoder_prompt": {**encoder, "multi_modal_data": data}}
+    encoder = prompt.get("encoder_prompt", prompt)
+    if not encoder.get("multi_modal_data"):
+        encoder = {**encoder, "multi_modal_data": {MODALITY: [encoder["prompt_token_ids"]]}}
+    return {"encoder_prompt": encoder, "decoder_prompt": prompt.get("decoder_prompt")}
