@@ -12,17 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from blockdraft.cli.tables import show_prepared
 from blockdraft.data.mixture import place
 from blockdraft.data.table import RECORD, REJECTS, TABLE, Documents, read_documents, read_table
+from blockdraft.decoding.engine import DecodingEngine
 from blockdraft.errors import InputError
 from blockdraft.pipeline import preparation
 from blockdraft.pipeline import prepare as module
 from blockdraft.pipeline.prepare import prepare
-from blockdraft.settings import PrepareSettings, build
-from blockdraft.verifiers.loading import save_folder
-from conftest import tiny_verifier_of
+from blockdraft.pipeline.regenerate import regenerate
+from blockdraft.settings import PrepareSettings, RegenerateSettings, SamplingSettings, build
+from blockdraft.verifiers.encoder_decoder import EncoderDecoderVerifier
+from blockdraft.verifiers.loading import load_verifier, save_folder
+from conftest import IMAGE, tiny_verifier_of
 
 WORDS = [f"w{i}" for i in range(93)]
 COUNTS = {"messages": 700, "pairs": 600, "alpaca": 400, "csv": 200, "ids": 100}
@@ -315,3 +319,42 @@ def test_prompts_for_the_verifier_to_answer(verifier: str, tmp_path: Path) -> No
     with pytest.raises(InputError, match="run blockdraft regenerate on it"):
         read_documents(tmp_path / "d", "--data-path")
     assert (tmp_path / "d" / RECORD).is_file() and (tmp_path / "d" / TABLE).is_file()
+
+
+def test_pairs_for_an_encoder(tiny_seq2seq: EncoderDecoderVerifier, tmp_path: Path) -> None:
+    """Source and target stand on their own sides, are cut apart, and the verifier's own target takes its place."""
+    save_folder(tiny_seq2seq, tmp_path / "verifier")
+    draw = random.Random(2)
+    pairs = [(text(draw, 30), text(draw, 30)) for _ in range(30)]
+    (tmp_path / "pairs.tsv").write_text("".join(f"{a}\t{b}\n" for a, b in pairs))
+    name, source = str(tmp_path / "verifier"), (f"p={tmp_path / 'pairs.tsv'}",)
+    result = prepare(settings_of(name, {}, tmp_path / "d", source=source, max_source_length=20, max_length=16))
+    documents = read_documents(tmp_path / "d", "d")
+    start, end = tiny_seq2seq.decoder_start, tiny_seq2seq.tokenizer.eos_token_id
+    for document in documents:
+        assert document.input_ids[0] == start and document.targets == ((1, len(document.input_ids)),)
+        assert document.source_ids and len(document.source_ids) <= 20 and len(document.input_ids) <= 16
+        assert (document.input_ids[-1] == end) == (document.finish == "stop")
+    cut = result["sources"]["p"]["cut"]
+    assert cut["sources"] == sum(len(a.split()) + 1 > 20 for a, _ in pairs) > 0
+    assert cut["texts"] == sum(len(b.split()) + 2 > 16 for _, b in pairs) > 0
+    prepare(settings_of(name, {}, tmp_path / "prompts", source=source, prompts_only=True, max_source_length=20))
+    settings = RegenerateSettings(
+        verifier_name_or_path=name, dtype="float32", data_path=tmp_path / "prompts", save_path=tmp_path / "own",
+        max_new_tokens=8,
+    )  # fmt: skip
+    regenerate(settings)
+    verifier = load_verifier(name, torch.float32)
+    engine = DecodingEngine(verifier, None, 0, SamplingSettings(max_new_tokens=8))
+    for document in read_documents(tmp_path / "own", "own"):
+        (reply,) = engine.generate([document.source_ids or []], 1)
+        assert document.input_ids == [start, *reply.tokens]
+
+
+def test_texts_with_image_tokens_are_left_out(tiny_seq2seq: EncoderDecoderVerifier, tmp_path: Path) -> None:
+    save_folder(tiny_seq2seq, tmp_path / "verifier")
+    ids = [{"input_ids": [1, 5, 6], "loss_mask": [0, 1, 1], "source_ids": [7, 8, bad]} for bad in (9, IMAGE, 10, 11)]
+    path = write_lines(tmp_path / "ids.jsonl", ids)
+    settings = settings_of(str(tmp_path / "verifier"), {}, tmp_path / "d", source=(f"s={path}",), max_reject_share=0.5)
+    tokens = prepare(settings)["sources"]["s"]
+    assert tokens["rejected"] == {"image tokens in the text": 1} and tokens["kept"] == 3

@@ -25,6 +25,7 @@ class Encoder:
         max_length: longest text.
         drop_overlong: refuse what is longer, instead of cutting it.
         requests_only: replies are still to be written.
+        image_ids: tokens that stand for images, of which there are none.
     """
 
     template: ChatTemplate
@@ -32,6 +33,7 @@ class Encoder:
     max_length: int
     drop_overlong: bool = False
     requests_only: bool = False
+    image_ids: frozenset[int] = frozenset()
 
     def __call__(self, batch: dict[str, list[Any]], rows: list[int]) -> dict[str, list[Any]]:
         """Texts of stored conversations, one or several for each; a row with a reason for what cannot be used."""
@@ -48,24 +50,35 @@ class Encoder:
         encode = self.template.encode_requests if self.requests_only else self.template.encode
         encoded = iter(encode(texts))
         return [
-            next(encoded) if text is not None else self._ready(json.loads(tokens))
+            next(encoded) if text is not None else self._checked(json.loads(tokens))
             for text, tokens in zip(batch["conversation"], batch["tokens"], strict=True)
         ]
 
-    def _ready(self, facts: dict[str, Any]) -> Result | RowError:
+    def _checked(self, facts: dict[str, Any]) -> Result | RowError:
+        try:
+            return self._ready(facts)
+        except RowError as error:
+            return error
+
+    def _ready(self, facts: dict[str, Any]) -> Result:
         if self.requests_only:
-            return RowError("token ids without a conversation", "the verifier cannot write their replies anew")
+            raise RowError("token ids without a conversation", "the verifier cannot write their replies anew")
         if (facts["source_ids"] is None) != (self.template.start_id is None):
-            return RowError("not for this kind of verifier", "source_ids belong to an encoder")
+            raise RowError("not for this kind of verifier", "source_ids belong to an encoder")
+        self._require_text(facts["source_ids"] or facts["input_ids"])
         largest = max([*facts["input_ids"], *(facts["source_ids"] or [])])
         if largest >= len(self.template.tokenizer):
-            return RowError("token outside of the vocabulary", str(largest))
+            raise RowError("token outside of the vocabulary", str(largest))
         spans = tuple((start, end) for start, end in facts["targets"])
         if spans[0][0] < 1 or any(a >= b for a, b in spans) or spans[-1][1] > len(facts["input_ids"]):
-            return RowError("targets outside of the text", str(list(spans))[:60])
+            raise RowError("targets outside of the text", str(list(spans))[:60])
         ends = facts["input_ids"][spans[-1][1] - 1] in self.template.stop_ids
         finish = "stop" if ends else "length"
         return Result([Encoded(facts["input_ids"], spans, facts["source_ids"], finish)])
+
+    def _require_text(self, ids: list[int]) -> None:
+        if found := self.image_ids.intersection(ids):
+            raise RowError("image tokens in the text", str(sorted(found)))
 
     def _rows(self, row: int, result: Result | RowError) -> list[dict[str, Any]]:
         if isinstance(result, RowError):
@@ -73,6 +86,7 @@ class Encoder:
         rows = []
         try:
             for number, text in enumerate(result.texts):
+                self._require_text(text.source_ids or text.input_ids)
                 kept, cut_source, cut = truncated(text, self.max_source, self.max_length)
                 if self.requests_only and cut:
                     raise RowError("prompt over the limit", f"{len(text.input_ids)} tokens")

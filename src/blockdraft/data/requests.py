@@ -39,11 +39,14 @@ def with_replies(conversation: Conversation, id: str, journal: Journal, template
     return Conversation(messages, conversation.tools)
 
 
-def next_request(conversation: Conversation, id: str, number: int, template: ChatTemplate) -> Request | None:
+def next_request(
+    conversation: Conversation, id: str, number: int, template: ChatTemplate, max_source: int
+) -> Request | None:
     """The request for a conversation's reply of this number (0 the first); None when it has fewer.
 
     Args:
         conversation: with its earlier replies written.
+        max_source: where an encoder's source is cut: what is answered is what will be learned with the answer.
 
     Raises:
         RowError: the template refuses it.
@@ -53,4 +56,6 @@ def next_request(conversation: Conversation, id: str, number: int, template: Cha
         return None
     before = conversation.messages[: turns[number]]
     prompt = template.prompt_ids(before, conversation.tools)
+    if template.start_id is not None:
+        prompt = prompt[:max_source]
     return Request(id, turns[number], before, conversation.tools, prompt)

@@ -104,6 +104,7 @@ def _encoder(facts: dict[str, Any], text_side: TextSide) -> Encoder:
         facts["max_length"],
         facts["overlong"] == "drop",
         facts["prompts_only"],
+        text_side.image_ids,
     )
 
 

@@ -177,7 +177,7 @@ class _Run:
             return None
         try:
             written = with_replies(item.conversation, item.id, self.journal, self.template)
-            request = next_request(written, item.id, number, self.template)
+            request = next_request(written, item.id, number, self.template, self.limits[0])
             if request is not None and self.context_length and len(request.prompt) >= self.context_length:
                 raise RowError("prompt over the verifier's context", f"{len(request.prompt)} tokens")
             return request

@@ -156,7 +156,8 @@ class _Asking:
         if self.server.gives_ids:
             body |= {"return_token_ids": True, "stop_token_ids": sorted(self.template.stop_ids)}
             body |= {"top_k": settings.top_k} if settings.top_k else {}
-        if not self.template.has_template:
+        # A source may have been cut, which messages cannot say.
+        if not self.template.has_template or (self.template.start_id is not None and self.server.gives_ids):
             prompt: Any = request.prompt if self.server.gives_ids else self.template.render(request.messages)
             return "/v1/completions", body | {"prompt": prompt}
         turns = [{key: value for key, value in turn.items() if key != "weight"} for turn in request.messages]

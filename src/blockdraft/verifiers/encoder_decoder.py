@@ -39,7 +39,7 @@ class EncoderDecoderVerifier(InProcessVerifier):
         self.encoder_length: int = config.encoder.text_config.max_position_embeddings
         self._encoder_window: int = config.encoder.text_config.sliding_window
         self.image_ids = image_ids(config)
-        self.decoder_start = decoder_start(model)
+        self.decoder_start = decoder_start(config, model.generation_config)
 
     def embed(self, ids: Tensor) -> Tensor:
         """What the decoder's embedding module returns: scaled, with the image-end row in place."""
@@ -151,10 +151,10 @@ def image_ids(config: Any) -> frozenset[int]:
     return frozenset(index for index in named if index is not None and index < config.decoder.vocab_size)
 
 
-def decoder_start(model: PreTrainedModel) -> int:
+def decoder_start(config: Any, generation_config: Any) -> int:
     """The token that a decoder's text begins with."""
-    named = getattr(model.generation_config, "decoder_start_token_id", None)
-    return model.config.decoder.bos_token_id if named is None else named
+    named = getattr(generation_config, "decoder_start_token_id", None)
+    return config.decoder.bos_token_id if named is None else named
 
 
 def check_source(source: Sequence[int], name: str, limit: int, images: frozenset[int], tokenizer: Any) -> None:

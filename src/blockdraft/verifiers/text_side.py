@@ -10,7 +10,8 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from blockdraft.errors import InputError
 from blockdraft.fingerprint import fingerprint
-from blockdraft.verifiers.identity import stop_ids_of, tokenizer_hash
+from blockdraft.verifiers.encoder_decoder import decoder_start, image_ids
+from blockdraft.verifiers.identity import has_encoder, stop_ids_of, tokenizer_hash
 from blockdraft.verifiers.loading import gguf_tokenizer, is_gguf
 
 
@@ -21,11 +22,13 @@ class TextSide:
     Attributes:
         stop_ids: tokens that end a reply.
         start_id: first token of the decoder, where the verifier has an encoder.
+        image_ids: tokens that stand for images, which no text may hold.
     """
 
     tokenizer: Any
     stop_ids: frozenset[int]
     start_id: int | None
+    image_ids: frozenset[int] = frozenset()
 
     def facts(self) -> dict[str, Any]:
         """What prepared data depend on."""
@@ -58,8 +61,7 @@ def read_text_side(name_or_path: str, trust_remote_code: bool = False) -> TextSi
         generation = GenerationConfig.from_pretrained(name_or_path)
     except OSError:  # a model without one
         generation = config
-    start = None
-    if getattr(config, "is_encoder_decoder", False):
-        decoder = getattr(config, "decoder", config)
-        start = getattr(config, "decoder_start_token_id", None) or getattr(decoder, "bos_token_id", None)
-    return TextSide(tokenizer, stop_ids_of(generation, tokenizer), start)
+    stops = stop_ids_of(generation, tokenizer)
+    if not has_encoder(config):
+        return TextSide(tokenizer, stops, None)
+    return TextSide(tokenizer, stops, decoder_start(config, generation), image_ids(config))
