@@ -64,19 +64,21 @@ def served_rounds(prompt_length: int, reply: Served) -> list[ServedRound]:
 
 
 def without_padding(prompt_length: int, reply: Served, blocks: Blocks) -> Served:
-    """A reply without the step that the engine counts although no block was proposed in it.
+    """A reply without the steps that the engine counts although no block was proposed in them.
 
     vLLM 0.32 runs a request of which one prompt token is left beside requests that decode as if K tokens had been
-    proposed for it, and counts K rejections. That is every T5Gemma 2 request which begins while others decode. The
-    step shows as a leading 0 with which the rounds do not fit the record of blocks, while without it they do.
+    proposed for it, and counts K rejections. That is every T5Gemma 2 request which begins while others decode, and again
+    when it is preempted at once. Such steps show as leading zeros with which the rounds do not fit the record of
+    blocks, while without them they do.
     """
 
     def fits(candidate: Served) -> bool:
         last = prompt_length + len(reply.tokens) - 1
         return all(step.anchor in blocks and step.anchor < last for step in served_rounds(prompt_length, candidate))
 
-    shorter = replace(reply, agreed=reply.agreed[1:])
-    return shorter if reply.agreed[:1] == [0] and not fits(reply) and fits(shorter) else reply
+    zeros = next((index for index, agreed in enumerate(reply.agreed) if agreed), len(reply.agreed))
+    candidates = (replace(reply, agreed=reply.agreed[dropped:]) for dropped in range(zeros + 1))
+    return next((candidate for candidate in candidates if fits(candidate)), reply)
 
 
 def blocks_of(reply: Served, recorded: Mapping[str, Blocks]) -> Blocks:
