@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from blockdraft.data.conversations import Conversation, RowError
-from blockdraft.data.templates import ChatTemplate, Encoded, Result, truncated
+from blockdraft.data.templates import ChatMode, ChatTemplate, Encoded, Result, truncated
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"
@@ -49,7 +49,8 @@ def byte_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
 
 def template_of(template: str | None, **options: object) -> ChatTemplate:
     tokenizer = byte_tokenizer(template)
-    return ChatTemplate(tokenizer, frozenset({tokenizer.eos_token_id}), **options)  # type: ignore[arg-type]
+    mode = ChatMode(**{name: options.pop(name) for name in ("thinking", "tools") if name in options})  # type: ignore
+    return ChatTemplate(tokenizer, frozenset({tokenizer.eos_token_id}), mode=mode, **options)  # type: ignore[arg-type]
 
 
 def conversation(*contents: str, **more: object) -> Conversation:

@@ -9,14 +9,22 @@ from pathlib import Path
 
 import pytest
 
+from blockdraft.data.table import RECORD, read_documents
 from blockdraft.errors import InputError
 from blockdraft.pipeline.check import check
 from blockdraft.pipeline.evaluate import evaluate
 from blockdraft.pipeline.generate import generate
-from blockdraft.pipeline.prepare import regenerate
+from blockdraft.pipeline.prepare import prepare
+from blockdraft.pipeline.regenerate import regenerate
 from blockdraft.pipeline.train import train
-from blockdraft.records import read_documents
-from blockdraft.settings import CheckSettings, EvaluateSettings, GenerateSettings, RegenerateSettings, TrainSettings
+from blockdraft.settings import (
+    CheckSettings,
+    EvaluateSettings,
+    GenerateSettings,
+    PrepareSettings,
+    RegenerateSettings,
+    TrainSettings,
+)
 from blockdraft.verifiers.encoder_decoder import EncoderDecoderVerifier
 from blockdraft.verifiers.loading import save_folder
 from conftest import IMAGE, VOCAB, tiny_tokenizer, tiny_verifier_of
@@ -31,16 +39,19 @@ class Stage:
     def regenerated(self, kind: str) -> Path:
         folder = self.root / f"data-{kind}"
         if not folder.exists():
+            name, prompts = str(self.root / kind), self.root / f"prompts-{kind}"
+            source = (f"s={self.root / 'prompts.jsonl'}",)
+            prepare(PrepareSettings(verifier_name_or_path=name, source=source, save_path=prompts, prompts_only=True))
             regenerate(
                 RegenerateSettings(
-                    verifier_name_or_path=str(self.root / kind), dtype="float32", data_path=self.root / "prompts.jsonl",
-                    save_path=folder, max_new_tokens=20, batch_size=5,
+                    verifier_name_or_path=name, dtype="float32", data_path=prompts, save_path=folder,
+                    max_new_tokens=20, batch_size=5,
                 )
             )  # fmt: skip
         return folder
 
     def settings(self, verifier: str, data: str, name: str) -> TrainSettings:
-        documents = read_documents(self.regenerated(data) / "documents.jsonl", "data")
+        documents = read_documents(self.regenerated(data), "data")
         free = max(set(range(VOCAB)) - {token for document in documents for token in document.input_ids})
         return TrainSettings(
             verifier_name_or_path=str(self.root / verifier), dtype="float32", data_path=self.regenerated(data),
@@ -74,9 +85,9 @@ def checkpoint_of(stage: Stage) -> Callable[[str], Path]:
 
 
 def test_from_prompts_to_an_evaluated_draft(stage: Stage, checkpoint_of: Callable[[str], Path]) -> None:
-    documents = read_documents(stage.regenerated("seq2seq") / "documents.jsonl", "data")
+    documents = read_documents(stage.regenerated("seq2seq"), "data")
     assert all(document.input_ids[0] == 2 and document.first_target == 1 for document in documents)
-    lengths = [len(document.source_ids or []) for document in documents]
+    lengths = sorted(len(document.source_ids or []) for document in documents)
     assert lengths == [3 + i for i in range(12)]
     checkpoint = checkpoint_of("seq2seq")
     found = evaluate(
@@ -119,7 +130,9 @@ def test_data_of_the_other_kind_is_refused(
 
     with pytest.raises(InputError, match="another verifier wrote its replies"):
         train(stage.settings(verifier, data, "never"))
-    monkeypatch.setattr(module, "read_json", lambda *_: {})
+    facts = module.read_json(stage.regenerated(data) / RECORD, "data")["facts"]
+    del facts["verifier"]
+    monkeypatch.setattr(module, "read_json", lambda *_: {"facts": facts})
     with pytest.raises(InputError, match=says):
         train(stage.settings(verifier, data, "never"))
 
@@ -137,7 +150,7 @@ def test_sources_that_cannot_be_read_are_refused(
     words.add_tokens(["<image>"])
     monkeypatch.setattr(
         loading, "encode_prompt",
-        lambda _, turns: [IMAGE if i == words.convert_tokens_to_ids("<image>") else i
+        lambda _, turns, *__: [IMAGE if i == words.convert_tokens_to_ids("<image>") else i
                           for i in words(turns[0]["content"])["input_ids"]],
     )  # fmt: skip
     with pytest.raises(InputError, match=says):

@@ -46,6 +46,12 @@ def save_draft(
         write_json(temporary / PROVENANCE, provenance)
 
 
+def trained_chat(folder: Path) -> dict[str, Any]:
+    """What the chat template was told when a checkpoint's data were made; empty where the checkpoint does not say."""
+    path = folder / PROVENANCE
+    return dict(read_json(path, "checkpoint").get("chat", {})) if path.is_file() else {}
+
+
 def exported_tensors(draft: BlockDraft) -> dict[str, Tensor]:
     """Tensors under their names in the file.
 

@@ -11,7 +11,7 @@ from blockdraft.data.mixture import place
 from blockdraft.data.readers import read_rows
 from blockdraft.data.sources import Source
 from blockdraft.data.table import RECORD, TABLE, read_table
-from blockdraft.data.templates import ChatTemplate
+from blockdraft.data.templates import ChatMode, ChatTemplate
 from blockdraft.errors import InputError
 from blockdraft.folders import read_json
 
@@ -64,9 +64,9 @@ def _held_out(folder: Path, field: str) -> list[Messages]:
     return [request(Conversation.from_json(text).messages) for text in texts]
 
 
-def encode_prompt(tokenizer: Any, messages: Messages) -> list[int]:
+def encode_prompt(tokenizer: Any, messages: Messages, mode: ChatMode | None = None) -> list[int]:
     """Token ids of a conversation up to where the reply starts, by the verifier's own chat template."""
     try:
-        return ChatTemplate(tokenizer, frozenset()).prompt_ids(messages)
+        return ChatTemplate(tokenizer, frozenset(), mode=mode or ChatMode()).prompt_ids(messages)
     except RowError as error:
         raise InputError("verifier", error.reason, error.detail) from None

@@ -7,7 +7,7 @@ the opening of a reply (what a server would be given), and the reply is what it 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,19 @@ class Result:
     hidden: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class ChatMode:
+    """What a chat template is told besides the turns: whether to think ("on", "off", or "auto", its default), and which
+    tools are offered. A draft learns text that was made so, and is served so."""
+
+    thinking: str = "auto"
+    tools: tuple[Any, ...] = ()
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of the template, by the name that families with thoughts have agreed on."""
+        return {} if self.thinking == "auto" else {"enable_thinking": self.thinking == "on"}
+
+
 @dataclass(frozen=True)
 class ChatTemplate:
     """How a verifier's conversations are written.
@@ -51,8 +64,7 @@ class ChatTemplate:
         tokenizer: with the verifier's chat template, or without one: then a single question is its own prompt.
         stop_ids: tokens that end a reply.
         start_id: the first token of the decoder where there is an encoder; each reply is then a text of its own.
-        thinking: "on" or "off" is told to the template, "auto" leaves it to its default.
-        tools: offered in every conversation that names none of its own.
+        mode: what the template is told; its tools are for conversations that name none of their own.
         rewritten_history: what becomes of a conversation whose earlier replies the template changes when later turns
             follow, as templates do that drop thoughts: "last" learns the last reply only, "split" makes a text of each
             reply, "reject" refuses the row.
@@ -61,14 +73,8 @@ class ChatTemplate:
     tokenizer: Any
     stop_ids: frozenset[int]
     start_id: int | None = None
-    thinking: str = "auto"
+    mode: ChatMode = ChatMode()
     rewritten_history: str = "last"
-    tools: tuple[Any, ...] = ()
-    _options: dict[str, Any] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        options = {} if self.thinking == "auto" else {"enable_thinking": self.thinking == "on"}
-        object.__setattr__(self, "_options", options)
 
     @property
     def has_template(self) -> bool:
@@ -76,7 +82,7 @@ class ChatTemplate:
 
     def offered(self, tools: list[Any] | None) -> list[Any] | None:
         """A conversation's own tools, else those of all."""
-        return tools or list(self.tools) or None
+        return tools or list(self.mode.tools) or None
 
     def render(self, messages: Messages, tools: list[Any] | None = None, opening: bool = False) -> str:
         """The text of some turns.
@@ -94,7 +100,7 @@ class ChatTemplate:
         turns = [{key: value for key, value in turn.items() if key != "weight"} for turn in messages]
         try:
             return self.tokenizer.apply_chat_template(
-                turns, tools=self.offered(tools), add_generation_prompt=opening, tokenize=False, **self._options
+                turns, tools=self.offered(tools), add_generation_prompt=opening, tokenize=False, **self.mode.options()
             )
         except Exception as error:  # jinja raises what the template says, or whatever its code stumbles over
             raise RowError("the template refuses it", str(error).splitlines()[0][:120] if str(error) else "") from None

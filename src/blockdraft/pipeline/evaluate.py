@@ -30,7 +30,7 @@ def evaluate(settings: EvaluateSettings) -> dict[str, Any]:
     for k in ks:
         pair.contract.require_k(k)
     require_confidence(pair, settings.confidence_threshold)
-    prompts = encode_all(pair.verifier, conversations)
+    prompts = encode_all(pair.verifier, conversations, pair.mode)
     sampling = SamplingSettings(max_new_tokens=settings.max_new_tokens)
     with progress("plain decoding", len(prompts)) as advance:
         plain = DecodingEngine(pair.verifier, None, 0, sampling).generate(prompts, settings.batch_size, on_done=advance)

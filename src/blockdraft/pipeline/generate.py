@@ -14,7 +14,7 @@ from blockdraft.data.prompts import encode_prompt, read_prompts
 from blockdraft.decoding.engine import DecodingEngine, Reply
 from blockdraft.errors import InputError
 from blockdraft.ops.acceptance import AcceptanceCounts
-from blockdraft.pipeline.loading import encode_all, load_pair, require_confidence
+from blockdraft.pipeline.loading import chat_mode_of, encode_all, load_pair, require_confidence
 from blockdraft.pipeline.serve import servable_verifier
 from blockdraft.serving.client import EngineClient
 from blockdraft.settings import GenerateSettings
@@ -46,7 +46,7 @@ def _in_process(settings: GenerateSettings, conversations: list[Messages], show:
     if k:
         pair.contract.require_k(k)
     require_confidence(pair, settings.confidence_threshold)
-    prompts = encode_all(pair.verifier, conversations)
+    prompts = encode_all(pair.verifier, conversations, pair.mode)
     engine = DecodingEngine(pair.verifier, pair.draft, k, settings, settings.confidence_threshold)
     tokenizer = pair.verifier.tokenizer
     start = time.perf_counter()
@@ -68,7 +68,8 @@ def _on_server(settings: GenerateSettings, conversations: list[Messages], show: 
             raise InputError(flag, value, "the running server decides; leave it out with --engine vllm")
     contract = read_contract(settings.checkpoint)
     tokenizer = AutoTokenizer.from_pretrained(servable_verifier(contract, settings.verifier_name_or_path))
-    prompts = [encode_prompt(tokenizer, conversation) for conversation in conversations]
+    mode = chat_mode_of(settings.checkpoint, settings.thinking)
+    prompts = [encode_prompt(tokenizer, conversation, mode) for conversation in conversations]
     sampling = {
         "max_tokens": settings.max_new_tokens, "temperature": settings.temperature, "top_p": settings.top_p,
         "top_k": settings.top_k, "seed": settings.seed, "stop": list(settings.stop), "ignore_eos": settings.ignore_eos,

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch
 
-from blockdraft.checkpoints.store import load_draft, read_contract
+from blockdraft.checkpoints.store import load_draft, read_contract, trained_chat
 from blockdraft.contract import Contract
 from blockdraft.data.conversations import Messages
 from blockdraft.data.prompts import encode_prompt, read_prompts
+from blockdraft.data.templates import ChatMode
 from blockdraft.data.workloads import workload_prompts
 from blockdraft.errors import InputError
 from blockdraft.models.block_draft import BlockDraft
@@ -38,6 +39,14 @@ class Pair:
     verifier: Verifier
     draft: BlockDraft
     contract: Contract
+    mode: ChatMode = ChatMode()
+
+
+def chat_mode_of(checkpoint: Path, thinking: str) -> ChatMode:
+    """What the chat template is told; "trained" is what it was told for the draft's data."""
+    stated = trained_chat(checkpoint)
+    trained = ChatMode(stated.get("thinking", "auto"), tuple(stated.get("tools", ())))
+    return trained if thinking == "trained" else ChatMode(thinking, trained.tools)
 
 
 def trained_dtype(name: str, contract: Contract) -> torch.dtype:
@@ -55,7 +64,7 @@ def load_pair(settings: CheckpointSettings) -> Pair:
     dtype = trained_dtype(settings.dtype, contract)
     verifier = load_verifier(name, dtype, settings.device, settings.trust_remote_code)
     draft, contract = load_draft(settings.checkpoint, verifier, dtype)
-    return Pair(verifier, draft, contract)
+    return Pair(verifier, draft, contract, chat_mode_of(settings.checkpoint, settings.thinking))
 
 
 def require_confidence(pair: Pair, threshold: float) -> None:
@@ -64,9 +73,9 @@ def require_confidence(pair: Pair, threshold: float) -> None:
         raise InputError("--confidence-threshold", threshold, "this draft has no confidence head; leave it out")
 
 
-def encode_all(verifier: Verifier, conversations: list[Messages]) -> list[list[int]]:
+def encode_all(verifier: Verifier, conversations: list[Messages], mode: ChatMode | None = None) -> list[list[int]]:
     """Prompts as token ids, each of which the verifier can read."""
-    prompts = [encode_prompt(verifier.tokenizer, conversation) for conversation in conversations]
+    prompts = [encode_prompt(verifier.tokenizer, conversation, mode) for conversation in conversations]
     for number, prompt in enumerate(prompts, start=1):
         verifier.sides(prompt, f"prompt {number}")
     return prompts

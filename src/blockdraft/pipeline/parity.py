@@ -52,7 +52,7 @@ def parity(settings: ParitySettings) -> dict[str, Any]:
     ks = settings.k or (pair.contract.default_k,)
     for k in ks:
         pair.contract.require_k(k)
-    prompts = encode_all(pair.verifier, conversations)
+    prompts = encode_all(pair.verifier, conversations, pair.mode)
     sampling = SamplingSettings(max_new_tokens=settings.max_new_tokens)
     engine = DecodingEngine(pair.verifier, None, 0, sampling)
     with progress("the verifier alone", len(prompts)) as advance:

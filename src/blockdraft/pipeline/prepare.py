@@ -13,7 +13,7 @@ from blockdraft.data.encoding import Encoder
 from blockdraft.data.readers import file_digest
 from blockdraft.data.sources import Source, parse_sources
 from blockdraft.data.table import RECORD, REJECTS
-from blockdraft.data.templates import ChatTemplate
+from blockdraft.data.templates import ChatMode, ChatTemplate
 from blockdraft.errors import InputError
 from blockdraft.fingerprint import already_made, file_hash
 from blockdraft.folders import read_json, replacing, write_json
@@ -49,10 +49,14 @@ def chat_template(text_side: TextSide, facts: dict[str, Any]) -> ChatTemplate:
         text_side.tokenizer,
         text_side.stop_ids,
         text_side.start_id,
-        facts["thinking"],
+        chat_mode(facts),
         facts["rewritten_history"],
-        tuple(facts["tools"]),
     )
+
+
+def chat_mode(facts: dict[str, Any]) -> ChatMode:
+    """What the template was told, as prepared data record it."""
+    return ChatMode(facts["thinking"], tuple(facts["tools"]))
 
 
 def _tools(path: Path | None) -> list[Any]:

@@ -187,7 +187,7 @@ def _measure(run: _Run, checkpoint: Path, heldout: list) -> dict[str, Any]:
     sampling = SamplingSettings(max_new_tokens=settings.max_new_tokens)
     exact = _exactness(run, checkpoint, heldout, sampling)
     pair = _pair(run, checkpoint, dtype_name(run.dtype))
-    prompts = encode_all(pair.verifier, heldout)
+    prompts = encode_all(pair.verifier, heldout, pair.mode)
     speed = prove_by_decoding(pair, prompts, EXACT_K, sampling, batch_size=1, ks=SHOWN_KS)
     result = {
         "verifier": settings.verifier_name_or_path,
@@ -221,7 +221,7 @@ def _pair(run: _Run, checkpoint: Path, dtype: str) -> Pair:
 def _exactness(run: _Run, checkpoint: Path, heldout: list, sampling: SamplingSettings) -> dict[str, Any]:
     """The float32 proof: identical tokens, and one-pass acceptance equal to the decoding loop's, round by round."""
     pair = _pair(run, checkpoint, "float32")
-    prompts = encode_all(pair.verifier, heldout)
+    prompts = encode_all(pair.verifier, heldout, pair.mode)
     with progress("float32 proof", 2 * len(prompts)) as advance:
         plain = DecodingEngine(pair.verifier, None, 0, sampling).generate(prompts, 16, on_done=advance)
         drafted = DecodingEngine(pair.verifier, pair.draft, EXACT_K, sampling).generate(prompts, 16, on_done=advance)

@@ -8,7 +8,7 @@ from typing import Any
 from blockdraft.checkpoints.store import read_checkpoint
 from blockdraft.contract import Contract
 from blockdraft.errors import InputError
-from blockdraft.pipeline.loading import trained_dtype
+from blockdraft.pipeline.loading import chat_mode_of, trained_dtype
 from blockdraft.progress import say
 from blockdraft.runtime import dtype_name
 from blockdraft.serving.launcher import Launch, launch, serve_until_stopped
@@ -46,6 +46,7 @@ def planned(settings: ServeSettings) -> Launch:
         port=settings.port,
         threads=settings.threads,
         record=settings.record,
+        template_options=chat_mode_of(settings.checkpoint, settings.thinking).options(),
         engine_arguments=settings.engine_arguments,
     )
 

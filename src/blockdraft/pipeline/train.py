@@ -9,6 +9,7 @@ from blockdraft.data.table import RECORD, Documents, read_documents
 from blockdraft.errors import InputError
 from blockdraft.folders import read_json
 from blockdraft.pipeline.loading import verifier_of
+from blockdraft.pipeline.prepare import chat_mode
 from blockdraft.progress import say
 from blockdraft.settings import TrainSettings, resolved
 from blockdraft.training.states import InProcessStates
@@ -29,7 +30,7 @@ def train(
     facts = read_json(settings.data_path / RECORD, "--data-path")["facts"]
     verifier = verifier or verifier_of(settings)
     require_text_of(settings, verifier, facts, documents)
-    trainer = Trainer(as_prepared(settings, facts), verifier, documents, states)
+    trainer = Trainer(as_prepared(settings, facts), verifier, documents, states, chat_mode(facts))
     if settings.dry_run:
         return {"dry_run": True, "steps": trainer.total_steps, "settings": resolved(settings)}
     trainer.prepare()

@@ -10,9 +10,10 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from blockdraft.contract import Contract
 from blockdraft.errors import BlockdraftError, InputError
@@ -106,9 +107,14 @@ def launch(
     port: int,
     threads: int = 0,
     record: Path | None = None,
+    template_options: Mapping[str, Any] | None = None,
     engine_arguments: Sequence[str] = (),
 ) -> Launch:
-    """Plan `vllm serve` for a checkpoint; refuses what cannot work before anything is started."""
+    """Plan `vllm serve` for a checkpoint; refuses what cannot work before anything is started.
+
+    Args:
+        template_options: what requests tell the chat template unless they say otherwise, such as not to think.
+    """
     cpu = on_processors()
     v1_runner = needs_v1_runner(contract, cpu)
     require_plugin()
@@ -124,6 +130,7 @@ def launch(
         *("--speculative-config", json.dumps(speculative)),
         *("--per-request-spec-decode-metrics", "detailed"),
         *(("--enforce-eager",) if contract.verifier.architecture == T5GEMMA2 else ()),
+        *(("--default-chat-template-kwargs", json.dumps(template_options)) if template_options else ()),
         *engine_arguments,
     ]
     environment = engine_environment(threads, cpu, v1_runner)
@@ -133,7 +140,9 @@ def launch(
     kinds = sorted({"full" if window is None else f"sliding {window}" for window in config.windows})
     summary = (
         f"serving {verifier} in {dtype} with a {contract.method} draft (engine method {speculative['method']}), K={k}, "
-        f"context {' and '.join(kinds)}, at {url}"
+        f"context {' and '.join(kinds)}, "
+        + "".join(f"{name.replace('_', ' ')} {value}, " for name, value in (template_options or {}).items())
+        + f"at {url}"
     )
     return Launch(command, environment, summary, url)
 

@@ -163,8 +163,8 @@ class _Asking:
         turns = [{key: value for key, value in turn.items() if key != "weight"} for turn in request.messages]
         tools = self.template.offered(request.tools)
         body |= {"messages": turns} | ({"tools": tools} if tools else {})
-        if self.template.thinking != "auto":
-            body["chat_template_kwargs"] = {"enable_thinking": self.template.thinking == "on"}
+        if options := self.template.mode.options():
+            body["chat_template_kwargs"] = options
         return "/v1/chat/completions", body
 
     def _reply(self, request: Request, answer: dict[str, Any]) -> Written:

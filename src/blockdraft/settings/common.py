@@ -38,12 +38,21 @@ class VerifierSettings(ComputeSettings):
     verifier_name_or_path: str = setting("smollm2-135m-instruct", VERIFIER_HELP)
 
 
+THINKING_HELP = "tell the chat template to think: on, off, auto (its default) or trained (as in the draft's data)"
+THINKING = ("trained", "auto", "on", "off")
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings(ComputeSettings):
     """Which draft, with which verifier."""
 
     checkpoint: Path = required("folder of the draft", argument=True)
     verifier_name_or_path: str | None = setting(None, "verifier; default: the one the checkpoint names")
+    thinking: str = setting("trained", THINKING_HELP)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of(self, "thinking", THINKING)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from blockdraft.settings.base import at_least, check, required, setting, unparsed
-from blockdraft.settings.common import CheckpointSettings
+from blockdraft.settings.base import at_least, check, one_of, required, setting, unparsed
+from blockdraft.settings.common import THINKING, THINKING_HELP, CheckpointSettings
 
 ENGINE_HELP = "flags for vLLM itself, passed on as they stand"
 
@@ -32,12 +32,14 @@ class ServeSettings:
     host: str = setting("127.0.0.1", "address to listen on; only this machine reaches the default")
     port: int = setting(8000, "port to listen on")
     threads: int = setting(0, "processor threads of the engine; 0 takes all cores")
+    thinking: str = setting("trained", THINKING_HELP)
     record: Path | None = setting(None, "append every proposed block to this file (JSON lines)")
     dry_run: bool = setting(False, "print the command and its environment, start nothing")
     engine_arguments: tuple[str, ...] = unparsed(ENGINE_HELP)
 
     def __post_init__(self) -> None:
         at_least(self, 0, "threads")
+        one_of(self, "thinking", THINKING)
         check(0 < self.port < 65536, "port", self.port, "must be in 1..65535")
         check(self.k is None or self.k >= 1, "k", self.k, "must be 1 or more")
 

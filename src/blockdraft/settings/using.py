@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blockdraft.settings.base import at_least, check, one_of, required, setting
-from blockdraft.settings.common import CheckpointSettings, ComputeSettings, SamplingSettings, VerifierSettings
+from blockdraft.settings.common import CheckpointSettings, SamplingSettings, VerifierSettings
 
 CONFIDENCE_HELP = "end a proposal where its predicted survival falls under this; 0 never; needs a confidence head"
 
@@ -47,7 +47,7 @@ class GenerateSettings(CheckpointSettings, SamplingSettings):
     show_drafts: bool = setting(False, "colour the tokens that the draft proposed and the verifier accepted")
 
     def __post_init__(self) -> None:
-        ComputeSettings.__post_init__(self)
+        CheckpointSettings.__post_init__(self)
         SamplingSettings.__post_init__(self)
         at_least(self, 1, "batch_size")
         one_of(self, "engine", ("reference", "vllm"))

@@ -22,6 +22,7 @@ import torch
 from blockdraft.checkpoints.store import save_draft
 from blockdraft.contract import Contract
 from blockdraft.data.packing import pack_row, packed_order
+from blockdraft.data.templates import ChatMode
 from blockdraft.decoding.one_pass import rounds_of_document
 from blockdraft.errors import BlockdraftError
 from blockdraft.fingerprint import already_made
@@ -69,7 +70,8 @@ class Progress:
 class Trainer:
     """Trains one draft. Building it checks everything that can be checked; `run` does the work.
 
-    `states` may be those of another trainer with the same data, split and taps, so that they are made once.
+    `states` may be those of another trainer with the same data, split and taps, so that they are made once. `mode` is
+    what the chat template was told when the data were made; it goes with the checkpoint.
     """
 
     def __init__(
@@ -78,8 +80,9 @@ class Trainer:
         verifier: Verifier,
         documents: Sequence[Document],
         states: InProcessStates | None = None,
+        mode: ChatMode | None = None,
     ) -> None:
-        self.settings, self.verifier = settings, verifier
+        self.settings, self.verifier, self.mode = settings, verifier, mode or ChatMode()
         self.train, self.validation = split_documents(documents, settings.train_data_ratio or TRAIN_DATA_RATIO)
         self.objective = make_objective(settings, settings.speculator_type)
         self.config = draft_config(settings, verifier, documents)
@@ -266,6 +269,7 @@ class Trainer:
             documents_seen=seen,
             train_documents=len(self.train),
             validation=self.progress.history[-1:],
+            chat=dataclasses.asdict(self.mode),
         )
         dtype = resolve_dtype(self.settings.save_dtype, "--save-dtype")
         save_draft(self.settings.save_path / name, self.draft, self.contract, dtype, record)
