@@ -67,8 +67,8 @@ def without_padding(prompt_length: int, reply: Served, blocks: Blocks) -> Served
     """A reply without the steps that the engine counts although no block was proposed in them.
 
     vLLM 0.32 runs a request of which one prompt token is left beside requests that decode as if K tokens had been
-    proposed for it, and counts K rejections. That is every T5Gemma 2 request which begins while others decode, and
-    again when it is preempted at once. Such steps show as leading zeros with which the rounds do not fit the record of
+    proposed for it, and counts K rejections. So begins every T5Gemma 2 request that joins others, and it begins again
+    when it is preempted at once. Such steps show as leading zeros with which the rounds do not fit the record of
     blocks, while without them they do.
     """
 
