@@ -14,6 +14,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import acceptance  # noqa: E402
 import serve  # noqa: E402
+import t5gemma2_step  # noqa: E402
 from blockdraft.verifiers.loading import save_folder  # noqa: E402
 from conftest import tiny_verifier_of  # noqa: E402
 from report import write_section  # noqa: E402
@@ -80,3 +81,18 @@ def test_preparing_is_measured_also_on_more_rows(tmp_path: Path) -> None:
     found = [line.split(" | ") for line in (tmp_path / "results.md").read_text().splitlines() if "blockdraft |" in line]
     assert [cells[1] for cells in found] == ["40", "120"]
     assert all(float(cells[3]) > 0 and float(cells[5]) > 0.1 for cells in found)
+
+
+def test_t5gemma2_step_counts_what_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"VOCABULARY": 2000, "WIDTH": 64, "HEADS": 4, "HEAD_DIM": 16, "INTERMEDIATE": 64, "LAYERS": 6, "SOURCE": 40,
+             "TARGET": 30, "ANCHORS": 8, "DRAFT_VOCABULARY": 500, "DRAFT_LAYERS": 2, "TAPS": (1, 3, 6)}  # fmt: skip
+    for name, value in small.items():
+        monkeypatch.setattr(t5gemma2_step, name, value)
+    out = tmp_path / "results.md"
+    monkeypatch.setattr(sys, "argv", ["t5gemma2_step.py", "--out", str(out)])
+    t5gemma2_step.main()
+    rows = [line for line in out.read_text().splitlines() if line.startswith("| ")]
+    assert [row.split("|")[1].strip() for row in rows[1:]] == [
+        "verifier", "draft", "draft's head", "peak of a step", "estimate for a GPU"
+    ]  # fmt: skip
+    assert float(rows[4].split("|")[3]) > 0

@@ -55,6 +55,15 @@ def resolve_dtype(name: str, field: str = "--dtype") -> torch.dtype:
     return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
+def resolve_device(name: str) -> str:
+    """A torch device by its name; "auto" is the GPU where there is one, else the processor."""
+    import torch
+
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """ "bfloat16" for torch.bfloat16, as written in configs."""
     return str(dtype).removeprefix("torch.")

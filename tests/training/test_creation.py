@@ -13,6 +13,7 @@ from blockdraft.errors import InputError
 from blockdraft.records import Document
 from blockdraft.settings import TrainSettings
 from blockdraft.training.creation import (
+    choose_taps,
     draft_config,
     draft_vocabulary,
     layer_kinds,
@@ -130,3 +131,20 @@ def test_drafts_of_one_seed_are_equal(tiny_verifier: CausalVerifier) -> None:
     first, second = (tiny_draft(tiny_verifier, tiny_config("dspark", draft_vocab_size=40)) for _ in range(2))
     for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_taps_by_depth_fit_verifiers_of_any_size(tiny_verifier: CausalVerifier) -> None:
+    depths = (0.0769, 0.1923, 0.3077, 0.4231, 0.5385, 0.6538, 0.7692, 0.8462)
+    given = settings(tap_depths=depths, num_taps=None)
+    assert choose_taps(given, "layerwise", 26) == (2, 5, 8, 11, 14, 17, 20, 22)
+    assert choose_taps(given, "layerwise", 4) == (0, 1, 2, 3)  # those that fall together are one
+    assert draft_config(given, tiny_verifier, DOCUMENTS).tap_ids == (0, 1, 2, 3)
+    with pytest.raises(InputError, match="give these or --target-layer-ids"):
+        draft_config(settings(tap_depths=depths, target_layer_ids=(1, 2)), tiny_verifier, DOCUMENTS)
+    with pytest.raises(InputError, match=r"--tap-depths: 1.5: must be between 0"):
+        settings(tap_depths=(1.5,))
+
+
+def test_a_draft_vocabulary_beyond_the_verifiers_is_all_of_it(tiny_verifier: CausalVerifier) -> None:
+    config = draft_config(settings(draft_vocab_size=32_000), tiny_verifier, DOCUMENTS)
+    assert config.draft_vocab_size == config.vocab_size and not config.reduced

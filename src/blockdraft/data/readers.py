@@ -185,7 +185,10 @@ def _dataset_rows(source: Source) -> Iterator[Numbered]:
             if isinstance(found, datasets.DatasetDict):
                 found = found[source.split or "train"]
         else:
-            found = datasets.load_dataset(source.location, split=source.split or "train", streaming=not path.exists())
+            name, config = source.location, None
+            if not path.exists() and name.count("/") == 2:  # a hub id has one slash; what follows a second is its part
+                name, _, config = name.rpartition("/")
+            found = datasets.load_dataset(name, config, split=source.split or "train", streaming=not path.exists())
         yield from enumerate((dict(row) for row in found), start=1)
     except Exception as error:  # whatever the hub's client raises: no network, no such name, no such split
         line = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -41,13 +41,16 @@ class DraftSettings:
     target_layer_ids: tuple[int, ...] = setting(
         (), "taps: residual stream after so many verifier layers; default: spread over the depth"
     )
+    tap_depths: tuple[float, ...] = setting(
+        (), "taps as shares of the verifier's depth, for recipes of verifiers of several sizes; 0.5 is half way"
+    )
     num_taps: int | None = setting(
         None, "how many taps to spread without --target-layer-ids; default: 5 for projected fusion, 8 for layerwise"
     )
     standardise_taps: bool = setting(True, "remove each tap's mean direction and scale, measured on the data")
     mask_token_id: int | None = setting(None, "token that stands in empty slots; must not occur in the data")
     draft_vocab_size: int | None = setting(
-        None, "propose only so many tokens, those most frequent in the replies; default: the verifier's vocabulary"
+        None, "propose at most so many tokens, those most frequent in the replies; default: the verifier's vocabulary"
     )
     sliding_window: int | None = setting(None, "sliding layers see so many positions back from each slot")
     full_attention_indices: tuple[int, ...] = setting((), "layers that see the whole context despite --sliding-window")
@@ -64,6 +67,8 @@ class DraftSettings:
                      "draft_vocab_size", "sliding_window"):  # fmt: skip
             value = getattr(self, name)
             check(value is None or value > 0, name, value, "must be 1 or more")
+        for depth in self.tap_depths:
+            check(0 <= depth <= 1, "tap_depths", depth, "must be between 0 (the embeddings) and 1 (the last layer)")
         for name in ("full_attention_indices", "sliding_window_non_causal"):
             given = getattr(self, name)
             check(self.sliding_window is not None or not given, name, given, "needs --sliding-window")

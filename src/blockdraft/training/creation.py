@@ -39,8 +39,7 @@ def draft_config(settings: TrainSettings, verifier: Verifier, documents: Sequenc
     """Resolve every open choice of `settings`, refusing what does not fit verifier or data."""
     num_layers = verifier.identity.num_layers
     sockets = resolve_sockets(settings)
-    num_taps = settings.num_taps or DEFAULT_NUM_TAPS.get(sockets["context_fusion"], 1)
-    taps = settings.target_layer_ids or spread_taps(num_layers, num_taps)
+    taps = choose_taps(settings, sockets["context_fusion"], num_layers)
     for tap in taps:
         if not 0 <= tap <= num_layers:
             raise InputError("--target-layer-ids", tap, f"must be in 0..{num_layers} (0 is the embeddings)")
@@ -54,7 +53,7 @@ def draft_config(settings: TrainSettings, verifier: Verifier, documents: Sequenc
         **_widths(settings, verifier),
         rms_norm_eps=verifier.layer_shape().rms_norm_eps,
         vocab_size=vocab_size,
-        draft_vocab_size=vocab_size if settings.draft_vocab_size is None else settings.draft_vocab_size,
+        draft_vocab_size=min(vocab_size, settings.draft_vocab_size or vocab_size),
         tap_ids=tuple(taps),
         **sockets,
         markov_rank=0 if sockets["sequential_head"] == "none" else settings.markov_rank,
@@ -66,6 +65,18 @@ def draft_config(settings: TrainSettings, verifier: Verifier, documents: Sequenc
         max_position_embeddings=verifier.context_length,
         windows=windows,
         causal=causal,
+    )
+
+
+def choose_taps(settings: DraftSettings, context_fusion: str, num_layers: int) -> tuple[int, ...]:
+    """Taps as they are named, as shares of the depth, or spread; depths that fall together are one tap."""
+    named = [name for name in ("target_layer_ids", "tap_depths") if getattr(settings, name)]
+    if len(named) > 1:
+        raise InputError("--tap-depths", list(settings.tap_depths), "give these or --target-layer-ids, not both")
+    if settings.tap_depths:
+        return tuple(sorted({round(depth * num_layers) for depth in settings.tap_depths}))
+    return settings.target_layer_ids or spread_taps(
+        num_layers, settings.num_taps or DEFAULT_NUM_TAPS.get(context_fusion, 1)
     )
 
 

@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from blockdraft.errors import InputError
 from blockdraft.folders import replacing
+from blockdraft.runtime import resolve_device
 from blockdraft.verifiers.causal import CausalVerifier
 from blockdraft.verifiers.encoder_decoder import EncoderDecoderVerifier
 from blockdraft.verifiers.identity import has_encoder, model_class
@@ -53,7 +54,7 @@ def load_verifier(
         model = model.bfloat16()
     else:
         model, tokenizer = _load_folder(name_or_path, trust_remote_code)
-    nn.Module.to(model, device=device, dtype=dtype)
+    nn.Module.to(model, device=resolve_device(device), dtype=dtype)
     # A checkpoint names its verifier; a local one must be found from any working directory.
     local = name_or_path != EMBEDDED and Path(name_or_path).exists()
     kind = EncoderDecoderVerifier if has_encoder(model.config) else CausalVerifier
