@@ -308,3 +308,14 @@ def test_schedules() -> None:
         assert factors[0] == pytest.approx(0.1) and max(factors) == 1.0 == factors[10]
         assert factors[10:] == sorted(factors[10:], reverse=True)
         assert (factors[-1] < 0.05) == (kind != "constant")
+
+
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_replies_of_one_token_teach_nothing_and_break_nothing(
+    tiny_verifier: CausalVerifier, tmp_path: Path, method: str
+) -> None:
+    """No block fits behind them: rows of nothing else are steps without a loss."""
+    short = [Document.of_reply(str(i), [5 + i, 6, 7], [8 + i], "stop") for i in range(6)]
+    settings = settings_of(tmp_path, epochs=1.0, total_seq_len=4, train_data_ratio=0.5, speculator_type=method)
+    result = trained(settings, tiny_verifier, [*short, random_document(24, 6, 9)])
+    assert result["steps"] >= 3
