@@ -1,13 +1,11 @@
-"""The records that pass between stages: documents (texts of the verifier as token ids), and JSON lines."""
+"""The records that pass between stages: documents (texts of the verifier as token ids)."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from blockdraft.errors import InputError
@@ -64,23 +62,6 @@ class Document:
     def learned(self) -> list[int]:
         """The learned tokens of all spans, one after the other."""
         return [token for start, end in self.targets for token in self.input_ids[start:end]]
-
-
-def read_json_lines(path: Path, field: str) -> Iterator[tuple[int, Any]]:
-    """Line number and value of every line that is not blank; broken lines are named."""
-    try:
-        handle = path.open(encoding="utf-8")
-    except OSError as error:
-        raise InputError(field, path, f"cannot be opened ({error.strerror})") from None
-    with handle:
-        try:
-            for number, line in enumerate(handle, start=1):
-                if line.strip():
-                    yield number, json.loads(line)
-        except json.JSONDecodeError as error:
-            raise InputError(field, f"{path} line {number}", f"not valid JSON ({error.msg})") from None
-        except UnicodeDecodeError:
-            raise InputError(field, path, "not UTF-8 text") from None
 
 
 def documents_digest(documents: Iterable[Document]) -> str:

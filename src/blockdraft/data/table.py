@@ -6,8 +6,7 @@ what became of every row of every source.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -41,16 +40,9 @@ def flat(targets: Sequence[Span]) -> list[int]:
     return [bound for span in targets for bound in span]
 
 
-@contextmanager
-def table_writer(path: Path) -> Iterator[pq.ParquetWriter]:
-    """A writer of tables with SCHEMA; the same rows give the same bytes."""
-    with pq.ParquetWriter(path, SCHEMA, compression="zstd") as writer:
-        yield writer
-
-
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write rows in order."""
-    with table_writer(path) as writer:
+    """Write rows in order; the same rows give the same bytes."""
+    with pq.ParquetWriter(path, SCHEMA, compression="zstd") as writer:
         batch: list[dict[str, Any]] = []
         for row in rows:
             batch.append(row)
