@@ -232,7 +232,7 @@ def test_compiled_layers_compute_the_same(tiny_verifier: CausalVerifier, tmp_pat
         ({"loss_fn": "kl", "per_position_loss_weight": "dpace"}, "dpace: is defined for --loss-fn ce alone"),
         ({"loss_fn": "hinge"}, "--loss-fn: hinge: known losses are ce, kl"),
         ({"loss_fn": '{"ce": -1}'}, "must be a number above 0"),
-        ({"draft_vocab_size": 129}, "--draft-vocab-size: 129: must be in 1..128"),
+        ({"draft_vocab_size": 0}, "--draft-vocab-size: 0: must be 1 or more"),
         ({"num_attention_heads": 5}, "--num-attention-heads: 5: does not divide the hidden size 32"),
         ({"num_attention_heads": 4, "num_key_value_heads": 3}, "--num-key-value-heads: 3: must divide the 4 query"),
         ({"confidence_with_previous": True}, "--confidence-with-previous: True: needs a sequential head"),

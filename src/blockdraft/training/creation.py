@@ -47,6 +47,8 @@ def draft_config(settings: TrainSettings, verifier: Verifier, documents: Sequenc
     rope = {key: value for key, value in verifier.rope_parameters().items() if key != "partial_rotary_factor"}
     windows, causal = layer_kinds(settings)
     vocab_size = verifier.identity.vocab_size
+    if (settings.draft_vocab_size or 0) > vocab_size:
+        say(f"draft vocabulary: all {vocab_size:,} tokens of the verifier, which has no {settings.draft_vocab_size:,}")
     return DraftConfig(
         hidden_size=verifier.identity.hidden_size,
         num_layers=settings.num_layers,
