@@ -196,10 +196,13 @@ def test_recipe_gives_way_to_flags_and_refuses_what_it_does_not_know(tmp_path: P
 
 def test_lists_may_be_written_with_spaces() -> None:
     flags = list_flags(TrainSettings)
-    assert flags == {"--target-layer-ids", "--full-attention-indices"}
+    assert flags == {"--target-layer-ids", "--full-attention-indices", "--tap-depths"}
     given = ["--lr", "1", "--target-layer-ids", "1", "17", "29", "--seed", "3"]
     spread = ["--lr", "1", *(x for n in ("1", "17", "29") for x in ("--target-layer-ids", n)), "--seed", "3"]
     assert spread_lists(given, flags) == spread
+    assert spread_lists(["--tap-depths", "0.1", ".5", "1"], flags) == [
+        *("--tap-depths", "0.1", "--tap-depths", ".5", "--tap-depths", "1")
+    ]
     for kept in (["--stop", "a b", "w1"], ["--stop", "a", "--stop", "b"], ["w1", "--stop"]):
         assert spread_lists(kept, frozenset({"--stop"})) == kept
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import types
 import typing
 from collections.abc import Callable
@@ -62,10 +63,13 @@ def list_flags(cls: type) -> frozenset[str]:
     )
 
 
+_NUMBER = re.compile(r"\d+(\.\d+)?|\.\d+")
+
+
 def spread_lists(arguments: list[str], flags: frozenset[str]) -> list[str]:
     """Turn `--k 1 3 7` into `--k 1 --k 3 --k 7`, as recorded training commands write lists of numbers.
 
-    A flag takes the value behind it, whatever that is, and every whole number that follows.
+    A flag takes the value behind it, whatever that is, and every number that follows.
     """
     spread: list[str] = []
     rest = list(arguments)
@@ -75,7 +79,7 @@ def spread_lists(arguments: list[str], flags: frozenset[str]) -> list[str]:
             spread.append(argument)
             continue
         spread += [argument, rest.pop(0)]
-        while rest and rest[0].isdigit():
+        while rest and _NUMBER.fullmatch(rest[0]):
             spread += [argument, rest.pop(0)]
     return spread
 
