@@ -39,6 +39,16 @@ def read_json(path: Path, field: str) -> Any:
         raise InputError(field, path, f"not valid JSON ({error})") from None
 
 
+def require_free(folder: Path, field: str, own: str | None = None) -> None:
+    """Refuse a folder that holds files of somebody else.
+
+    Args:
+        own: beginning of the names of files that an earlier run left to go on from.
+    """
+    if folder.exists() and any(own is None or not path.name.startswith(own) for path in folder.iterdir()):
+        raise InputError(field, folder, "holds something else; choose another folder")
+
+
 @contextlib.contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder beside `folder`; when the body ends well, it takes the place of `folder`.

@@ -266,11 +266,11 @@ def test_bad_rows_are_named_one_by_one_and_too_many_stop_the_run(verifier: str, 
         prepare(settings_of(verifier, {}, tmp_path / "d", source=(f"bad={path}",)))
     assert not (tmp_path / "d").exists()
     beside = tmp_path / f"d.{REJECTS}"
+    assert len(beside.read_text().splitlines()) == 9
     result = prepare(settings_of(verifier, {}, tmp_path / "d", source=(f"bad={path}",), max_reject_share=0.8))
-    for file in (tmp_path / "d" / REJECTS,):
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
-        assert {row["line"]: row["reason"] for row in rows} == REASONS
-        assert all(row["file"] == str(path) and row["source"] == "bad" for row in rows)
+    rows = [json.loads(line) for line in (tmp_path / "d" / REJECTS).read_text().splitlines()]
+    assert {row["line"]: row["reason"] for row in rows} == REASONS
+    assert all(row["file"] == str(path) and row["source"] == "bad" for row in rows)
     assert not beside.exists()  # the folder that is made now has its own
     assert result["documents"] == 4
     assert result["sources"]["bad"]["cut"] == {"texts": 1, "text tokens": 13_003 - 2048}

@@ -72,7 +72,7 @@ def test_finished_stages_are_not_repeated_and_changes_are_not_answered_stale(
     assert set(tiny_settings.save_path.iterdir()) == made
 
 
-REAL = ("--minutes", "1", "--max-prompts", "96", "--max-heldout", "12", "--json")
+REAL = ("--minutes", "2", "--max-prompts", "96", "--max-heldout", "12", "--json")
 
 
 def start(folder: Path) -> subprocess.Popen[str]:
@@ -110,26 +110,25 @@ def test_real_quickstart(real_run: tuple[dict, str]) -> None:
     assert result["identical"] == result["heldout_prompts"] == 12
     assert result["float32"]["same_rounds_as_one_pass"] == 12
     assert result["served_dtype"]["faults"] == 0
-    # A minute of training is a dozen steps where other work runs beside it; an untrained draft is at 1.0.
-    assert result["acceptance_length"]["7"] > 1.1
+    # Two minutes of training and 96 prompts: far from what the draft can do, and far above an untrained one.
+    assert result["acceptance_length"]["7"] > 1.3
     (data,) = Path(result["checkpoint"]).parent.parent.glob("data-*")
     replies = read_documents(data, "data")
     assert len(replies) == 96 and replies.column("finish").count("stop") > 90
 
 
 @pytest.mark.real
-def test_one_pass_equals_decoding_on_all_heldout_prompts_and_for_every_k(real_run: tuple[dict, str]) -> None:
-    """All prompts for the trained K, and some of them for each smaller one."""
+def test_one_pass_equals_decoding_for_every_k_on_all_heldout_prompts(real_run: tuple[dict, str]) -> None:
     pair = load_pair(CheckpointSettings(checkpoint=Path(real_run[0]["checkpoint"]), dtype="float32"))
     prompts = encode_all(pair.verifier, workload_prompts("records")[1])
     assert len(prompts) == 40
     sampling = SamplingSettings(max_new_tokens=48)  # shorter than some replies and longer than others
     plain = DecodingEngine(pair.verifier, None, 0, sampling).generate(prompts, 20)
-    for k, count in ((7, 40), *((k, 10) for k in range(1, 7))):
-        predicted = one_pass(pair, plain[:count], [k])
-        assert sum(outcome.disagreements for outcome in predicted) == 0
-        drafted = DecodingEngine(pair.verifier, pair.draft, k, sampling).generate(prompts[:count], 20)
-        assert [reply.tokens for reply in drafted] == [reply.tokens for reply in plain[:count]], f"K={k}"
+    predicted = one_pass(pair, plain, range(1, 8))
+    assert sum(outcome.disagreements for outcome in predicted) == 0
+    for k in range(1, 8):
+        drafted = DecodingEngine(pair.verifier, pair.draft, k, sampling).generate(prompts, 20)
+        assert [reply.tokens for reply in drafted] == [reply.tokens for reply in plain], f"K={k}"
         assert [reply.rounds for reply in drafted] == [outcome.rounds[k] for outcome in predicted], f"K={k}"
 
 

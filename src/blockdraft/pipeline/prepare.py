@@ -16,7 +16,7 @@ from blockdraft.data.table import RECORD, REJECTS
 from blockdraft.data.templates import ChatMode, ChatTemplate
 from blockdraft.errors import InputError
 from blockdraft.fingerprint import already_made, file_hash
-from blockdraft.folders import read_json, replacing, write_json
+from blockdraft.folders import read_json, replacing, require_free, write_json
 from blockdraft.pipeline.preparation import Preparation
 from blockdraft.settings import PrepareSettings
 from blockdraft.verifiers.text_side import TextSide, read_text_side
@@ -35,8 +35,7 @@ def prepare(settings: PrepareSettings) -> dict[str, Any]:
     assert settings.save_path is not None
     if already_made(settings.save_path / RECORD, facts, "--save-path"):
         return {**read_json(settings.save_path / RECORD, "--save-path"), "folder": str(settings.save_path)}
-    if settings.save_path.exists() and any(settings.save_path.iterdir()):
-        raise InputError("--save-path", settings.save_path, "holds something else; choose another folder")
+    require_free(settings.save_path, "--save-path")
     with replacing(settings.save_path) as folder, _rejects_kept(settings.save_path, folder):
         record = {"facts": facts, **Preparation(settings, sources, _encoder(facts, text_side), folder).run()}
         write_json(folder / RECORD, record)

@@ -21,7 +21,7 @@ from blockdraft.data.templates import ChatTemplate, truncated
 from blockdraft.decoding.regenerate import write_replies
 from blockdraft.errors import BlockdraftError, InputError
 from blockdraft.fingerprint import already_made, file_hash, fingerprint
-from blockdraft.folders import read_json, replacing, write_json
+from blockdraft.folders import read_json, replacing, require_free, write_json
 from blockdraft.pipeline.loading import verifier_of
 from blockdraft.pipeline.prepare import chat_template
 from blockdraft.runtime import dtype_name
@@ -33,6 +33,7 @@ from blockdraft.verifiers.identity import read_identity
 from blockdraft.verifiers.loading import is_gguf
 from blockdraft.verifiers.text_side import TextSide, read_text_side
 
+_JOURNAL = ".replies."
 # What prepared data state and regenerated data keep.
 _KEPT_FACTS = (
     "thinking", "tools", "rewritten_history", "max_source_length", "max_length", "tokenizer", "chat_template",
@@ -55,7 +56,7 @@ def regenerate(settings: RegenerateSettings, verifier: Verifier | None = None) -
     facts = _facts(settings, prepared, verifier, server)
     if already_made(settings.save_path / RECORD, facts, "--save-path"):
         return {**read_json(settings.save_path / RECORD, "--save-path"), "folder": str(settings.save_path)}
-    _require_free(settings)
+    require_free(settings.save_path, "--save-path", own=_JOURNAL)
     context = None if server is not None or verifier is None else verifier.context_length
     run = _Run(settings, prepared, text_side, fingerprint(facts), context)
     if server is None:
@@ -79,12 +80,6 @@ def _require_same_text(settings: RegenerateSettings, facts: dict[str, Any], text
                 f"was prepared with another {name.replace('_', ' ')} than {settings.verifier_name_or_path} has; "
                 "prepare it for this verifier",
             )
-
-
-def _require_free(settings: RegenerateSettings) -> None:
-    folder = settings.save_path
-    if folder.exists() and any(not path.name.startswith(".replies.") for path in folder.iterdir()):
-        raise InputError("--save-path", folder, "holds something else; choose another folder")
 
 
 def _facts(
@@ -137,7 +132,7 @@ class _Run:
         facts = prepared["facts"]
         self.template: ChatTemplate = chat_template(text_side, facts)
         self.limits = facts["max_source_length"], facts["max_length"]
-        self.journal = Journal(settings.save_path / f".replies.{request}.jsonl")
+        self.journal = Journal(settings.save_path / f"{_JOURNAL}{request}.jsonl")
         self.rejected: dict[str, tuple[str, RowError]] = {}
         self.items = list(self._items())
 
