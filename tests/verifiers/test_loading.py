@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, BertConfig, T5Config
 
 from blockdraft.errors import InputError
 from blockdraft.verifiers import loading
-from blockdraft.verifiers.loading import EMBEDDED, load_verifier, save_folder
-from conftest import tiny_tokenizer, tiny_verifier_of
+from blockdraft.verifiers.loading import EMBEDDED, LoadedVerifier, load_verifier, save_folder
+from conftest import FAMILIES, tiny_encoder_decoder, tiny_tokenizer, tiny_verifier_of
 
 
 def test_folder_round_trip(tmp_path: Path) -> None:
@@ -24,6 +24,25 @@ def test_folder_round_trip(tmp_path: Path) -> None:
     assert verifier.dtype == torch.float32  # saving does not change what is in use
 
 
+@pytest.mark.parametrize("kind", [*FAMILIES, "t5gemma2"])
+def test_what_is_computed_and_not_stored_is_never_rounded(kind: str, tmp_path: Path) -> None:
+    """Rotary frequencies in bfloat16 are wrong by radians after a thousand positions; engines keep them in float32."""
+    verifier = tiny_encoder_decoder() if kind == "t5gemma2" else tiny_verifier_of(kind)
+    wanted = _constants(verifier)
+    assert any("inv_freq" in name for name in wanted)
+    save_folder(verifier, tmp_path / "v")
+    for found in (verifier, load_verifier(str(tmp_path / "v"), torch.float32)):
+        torch.testing.assert_close(_constants(found), wanted, rtol=0, atol=0)
+    rounded = _constants(load_verifier(str(tmp_path / "v"), torch.bfloat16))
+    for name in wanted:
+        if "inv_freq" in name:
+            torch.testing.assert_close(rounded[name], wanted[name], rtol=0, atol=0)
+
+
+def _constants(verifier: LoadedVerifier) -> dict[str, torch.Tensor]:
+    return {name: buffer.clone() for name, buffer in verifier.model.named_buffers() if "vision" not in name}
+
+
 @pytest.mark.real
 def test_unpacked_gguf_is_an_ordinary_folder(real_folder: Path) -> None:
     assert "quantization_config" not in (real_folder / "config.json").read_text()
@@ -33,6 +52,10 @@ def test_unpacked_gguf_is_an_ordinary_folder(real_folder: Path) -> None:
     folder = load_verifier(str(real_folder), torch.float32)
     assert torch.equal(direct.model.model.layers[7].mlp.up_proj.weight, folder.model.model.layers[7].mlp.up_proj.weight)
     assert direct.identity.norms_hash == folder.identity.norms_hash
+    far = torch.arange(1000, 1700)  # hundreds of positions, where a rounded frequency shows
+    (ours,), (theirs,) = direct.states([far], [20]), folder.states([far], [20])
+    torch.testing.assert_close(ours.taps, theirs.taps, rtol=0, atol=0)
+    torch.testing.assert_close(direct.logits(ours.final), model(far[None]).logits[0], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -51,10 +51,11 @@ def load_verifier(
     logging.getLogger("transformers").setLevel(logging.ERROR)
     if is_gguf(name_or_path):
         model, tokenizer = _load_gguf(_gguf_path(name_or_path))
-        model = model.bfloat16()
+        _cast_parameters(model, torch.bfloat16)
+        _cast_parameters(model, dtype)
     else:
-        model, tokenizer = _load_folder(name_or_path, trust_remote_code)
-    nn.Module.to(model, device=resolve_device(device), dtype=dtype)
+        model, tokenizer = _load_folder(name_or_path, dtype, trust_remote_code)
+    nn.Module.to(model, device=resolve_device(device))
     # A checkpoint names its verifier; a local one must be found from any working directory.
     local = name_or_path != EMBEDDED and Path(name_or_path).exists()
     kind = EncoderDecoderVerifier if has_encoder(model.config) else CausalVerifier
@@ -64,7 +65,10 @@ def load_verifier(
 
 
 def save_folder(verifier: LoadedVerifier, folder: Path) -> None:
-    """Write the verifier as an ordinary bfloat16 folder that transformers and vLLM load."""
+    """Write the verifier as an ordinary bfloat16 folder that transformers and vLLM load.
+
+    Its weights in memory are rounded to what was written, and keep their dtype.
+    """
     dtype = verifier.dtype
     model = verifier.model
     # A model from a GGUF file remembers that it was quantised and would be saved as if it still were.
@@ -72,9 +76,20 @@ def save_folder(verifier: LoadedVerifier, folder: Path) -> None:
         del model.config.quantization_config
     model.is_quantized, model.hf_quantizer = False, None
     with replacing(folder) as temporary:
-        model.bfloat16().save_pretrained(temporary)
+        _cast_parameters(model, torch.bfloat16)
+        model.save_pretrained(temporary)
         verifier.tokenizer.save_pretrained(temporary)
-    nn.Module.to(model, dtype=dtype)
+    _cast_parameters(model, dtype)
+
+
+def _cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Change the dtype of what a file stores.
+
+    A module's own `.to(dtype)` would round its buffers, too: rotary frequencies and scales of embeddings, which are
+    computed in float32 whatever the weights are, here and in the engines.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def is_gguf(name_or_path: str) -> bool:
@@ -143,7 +158,7 @@ def _load_gguf(path: Path) -> tuple[PreTrainedModel, Any]:
     return model, tokenizer
 
 
-def _load_folder(name: str, trust_remote_code: bool) -> tuple[PreTrainedModel, Any]:
+def _load_folder(name: str, dtype: torch.dtype, trust_remote_code: bool) -> tuple[PreTrainedModel, Any]:
     looks_local = Path(name).is_dir() or name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_local and not (Path(name) / "config.json").is_file():
         raise InputError("--verifier-name-or-path", name, "no model folder there (config.json is missing)")
@@ -152,7 +167,7 @@ def _load_folder(name: str, trust_remote_code: bool) -> tuple[PreTrainedModel, A
         _require_known(config, name)
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         model = model_class(config).from_pretrained(
-            name, dtype="auto", trust_remote_code=trust_remote_code, use_safetensors=True
+            name, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True
         )
     except InputError:
         raise
