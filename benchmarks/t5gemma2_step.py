@@ -35,7 +35,7 @@ from blockdraft.models.block_draft import BlockDraft  # noqa: E402
 from blockdraft.models.config import METHODS, DraftConfig  # noqa: E402
 from blockdraft.ops.anchors import choose_anchors  # noqa: E402
 from blockdraft.records import Document  # noqa: E402
-from blockdraft.training.states import InProcessStates  # noqa: E402
+from blockdraft.training.states import InProcess  # noqa: E402
 from blockdraft.training.step import row_loss  # noqa: E402
 from blockdraft.verifiers.encoder_decoder import EncoderDecoderVerifier  # noqa: E402
 
@@ -132,14 +132,14 @@ def main() -> None:
     draw = torch.Generator().manual_seed(0)
     source, target = (torch.randint(1000, VOCABULARY, (n,), generator=draw).tolist() for n in (SOURCE, TARGET - 1))
     document = Document.of_reply("row", [2], target, "length", source_ids=source)
-    states = InProcessStates(verifier, [document], TAPS, 0.0, with_final=True)
+    states = InProcess(verifier, TAPS, with_final=True)
     objective, row = Objective({"kl": 1.0}, "fixed-exp-decay"), pack_row([document])
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
         blocks = choose_anchors(row.loss_mask, row.lengths, ANCHORS, draw)
         with torch.autocast(verifier.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-            outcome = row_loss(draft, row, states.get([0]), blocks, objective, verifier.logit_softcap)
+            outcome = row_loss(draft, row, states.get([document]), blocks, objective, verifier.logit_softcap)
         outcome.loss.backward()
         optimizer.step()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from blockdraft.pipeline.evaluate import evaluate
 from blockdraft.pipeline.generate import generate
 from blockdraft.pipeline.prepare import prepare
 from blockdraft.pipeline.regenerate import regenerate
+from blockdraft.pipeline.states import states
 from blockdraft.pipeline.train import train
 from blockdraft.settings import (
     CheckSettings,
@@ -104,6 +106,23 @@ def test_from_prompts_to_an_evaluated_draft(stage: Stage, checkpoint_of: Callabl
     reply = generate(GenerateSettings(checkpoint=checkpoint, dtype="float32", prompt=("w7 w8 w9",), max_new_tokens=9))
     assert 1 <= len(reply["replies"][0]["tokens"]) <= 9
     assert check(CheckSettings(checkpoint=checkpoint))["verifier compared"]
+
+
+@pytest.mark.parametrize("kind", ["seq2seq", "causal"])
+def test_states_on_disk_train_the_same_draft(
+    stage: Stage, checkpoint_of: Callable[[str], Path], tmp_path: Path, kind: str
+) -> None:
+    settings = dataclasses.replace(stage.settings(kind, kind, "from-disk"), save_path=tmp_path / "draft")
+    with pytest.raises(InputError, match="--hidden-states-path: missing"):
+        states(settings)
+    settings = dataclasses.replace(settings, hidden_states_path=tmp_path / "states", on_missing="raise")
+    planned = states(dataclasses.replace(settings, dry_run=True))
+    assert planned["made"] == planned["documents"] == 12 and not (tmp_path / "states").exists()
+    made = states(settings)
+    assert made == planned and states(settings) == {**made, "made": 0, "found": 12}
+    checkpoint = Path(train(settings)["checkpoint"])
+    weights = [folder / "model.safetensors" for folder in (checkpoint, checkpoint_of(kind))]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
 def test_a_draft_of_the_other_kind_of_verifier_is_refused(stage: Stage, checkpoint_of: Callable[[str], Path]) -> None:

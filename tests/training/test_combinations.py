@@ -13,7 +13,7 @@ from blockdraft.decoding.engine import DecodingEngine, Reply
 from blockdraft.decoding.one_pass import one_pass_acceptance
 from blockdraft.records import Document
 from blockdraft.settings import SamplingSettings, TrainSettings
-from blockdraft.training.states import InProcessStates
+from blockdraft.training.states import TrainingStates
 from blockdraft.training.trainer import Trainer
 from blockdraft.verifiers.causal import CausalVerifier
 from conftest import random_document
@@ -43,7 +43,7 @@ class Stage:
         self.verifier = verifier
         self.sampling = SamplingSettings(max_new_tokens=14, ignore_eos=True)
         self.plain = DecodingEngine(verifier, None, 0, self.sampling).generate(PROMPTS, 3)
-        self.states: dict[int, InProcessStates] = {}
+        self.states: dict[int, TrainingStates] = {}
 
     def documents(self) -> list[Document]:
         return [Document.of_reply(str(r.index), r.prompt, r.tokens, "length") for r in self.plain]

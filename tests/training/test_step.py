@@ -10,7 +10,7 @@ from blockdraft.losses.objective import Objective
 from blockdraft.losses.targets import Teacher
 from blockdraft.models.vocabulary import DraftVocabulary
 from blockdraft.ops.anchors import Blocks, choose_anchors
-from blockdraft.training.states import InProcessStates
+from blockdraft.training.states import InProcess
 from blockdraft.training.step import block_targets, positions_before, row_loss
 from blockdraft.verifiers.causal import CausalVerifier
 from conftest import FAMILIES, random_document, tiny_config, tiny_draft, tiny_verifier_of
@@ -21,7 +21,7 @@ def test_the_teacher_is_the_verifiers_own_distribution(family: str) -> None:
     """Final norm and soft cap as the family has them."""
     verifier = tiny_verifier_of(family)
     document = random_document(20, 5, 1)
-    (states,) = InProcessStates(verifier, [document], (2,), 1.0, with_final=True).get([0])
+    (states,) = InProcess(verifier, (2,), with_final=True).get([document])
     assert states.final is not None
     teacher = Teacher(states.final, torch.arange(20)[None], verifier.head_VE, verifier.logit_softcap)
     wanted = verifier.model(torch.tensor([document.input_ids])).logits[0].float()
@@ -56,7 +56,7 @@ def test_a_head_learns_from_the_token_before_and_not_from_the_one_to_predict(
     """Changing the text at position p changes the loss only through proposals for positions after p."""
     draft = tiny_draft(tiny_verifier, tiny_config("dspark", sequential_head=sequential))
     document = random_document(30, 5, 1)
-    (states,) = InProcessStates(tiny_verifier, [document], draft.config.tap_ids, 1.0).get([0])
+    (states,) = InProcess(tiny_verifier, draft.config.tap_ids).get([document])
     row = pack_row([document])
     blocks = Blocks(torch.tensor([12]), torch.tensor([0]), torch.tensor([30]))
     objective = Objective({"ce": 1.0}, "fixed-exp-decay", decay_gamma=1e-3)  # the first proposal alone counts
@@ -71,7 +71,7 @@ def test_a_head_learns_from_the_token_before_and_not_from_the_one_to_predict(
 def test_two_losses_add_up_and_confidence_is_one_of_them(tiny_verifier: CausalVerifier) -> None:
     draft = tiny_draft(tiny_verifier, tiny_config("dspark"))
     document = random_document(30, 5, 1)
-    (states,) = InProcessStates(tiny_verifier, [document], draft.config.tap_ids, 1.0, with_final=True).get([0])
+    (states,) = InProcess(tiny_verifier, draft.config.tap_ids, with_final=True).get([document])
     row = pack_row([document])
     blocks = choose_anchors(row.loss_mask, row.lengths, 0)
 

@@ -22,7 +22,7 @@ from blockdraft.training import trainer as module
 from blockdraft.training.creation import draft_config, resolve_mask_token, spread_taps
 from blockdraft.training.schedules import learning_rate_factor
 from blockdraft.training.split import split_documents
-from blockdraft.training.states import InProcessStates
+from blockdraft.training.states import InProcess
 from blockdraft.training.step import block_targets
 from blockdraft.training.trainer import BEST, LAST, STATES, Trainer
 from blockdraft.verifiers.causal import CausalVerifier
@@ -271,7 +271,7 @@ def test_targets_are_the_verifiers_choice_one_before_the_slot() -> None:
 
 def test_targets_come_from_the_verifier_and_not_from_the_file(tiny_verifier: CausalVerifier) -> None:
     document = random_document(20, 5, 1)
-    (states,) = InProcessStates(tiny_verifier, [document], (2,), 1.0).get([0])
+    (states,) = InProcess(tiny_verifier, (2,)).get([document])
     wanted = tiny_verifier.model(torch.tensor([document.input_ids])).logits[0].argmax(-1)
     assert states.greedy[4:].tolist() == wanted[4:].tolist()
     assert states.greedy[:4].tolist() == [-1] * 4

@@ -76,6 +76,15 @@ VERBS: dict[str, Verb] = {
             "blockdraft regenerate --data-path runs/prompts --save-path runs/data --endpoint http://127.0.0.1:8000",
         ),
     ),
+    "states": Verb(
+        s.TrainSettings,
+        _PIPELINE + "states:states",
+        _TABLES + "show_fields",
+        (
+            "blockdraft states --data-path runs/data --save-path runs/draft --hidden-states-path runs/states",
+            "blockdraft states --config recipe.yaml --hidden-states-path /disk/states",
+        ),
+    ),
     "train": Verb(
         s.TrainSettings,
         _PIPELINE + "train:train",

@@ -12,13 +12,13 @@ from blockdraft.pipeline.loading import verifier_of
 from blockdraft.pipeline.prepare import chat_mode
 from blockdraft.progress import say
 from blockdraft.settings import TrainSettings, resolved
-from blockdraft.training.states import InProcessStates
+from blockdraft.training.states import TrainingStates
 from blockdraft.training.trainer import Trainer
 from blockdraft.verifiers.base import Verifier
 
 
 def train(
-    settings: TrainSettings, verifier: Verifier | None = None, states: InProcessStates | None = None
+    settings: TrainSettings, verifier: Verifier | None = None, states: TrainingStates | None = None
 ) -> dict[str, Any]:
     """Train a draft on prepared data.
 
@@ -26,15 +26,22 @@ def train(
         verifier: one that is loaded already; else the one the settings name.
         states: hidden states that are made already, of the same documents.
     """
-    documents = read_documents(settings.data_path, "--data-path")
-    facts = read_json(settings.data_path / RECORD, "--data-path")["facts"]
-    verifier = verifier or verifier_of(settings)
-    require_text_of(settings, verifier, facts, documents)
-    trainer = Trainer(as_prepared(settings, facts), verifier, documents, states, chat_mode(facts))
+    trainer = trainer_of(settings, verifier, states)
     if settings.dry_run:
         return {"dry_run": True, "steps": trainer.total_steps, "settings": resolved(settings)}
     trainer.prepare()
     return trainer.run()
+
+
+def trainer_of(
+    settings: TrainSettings, verifier: Verifier | None = None, states: TrainingStates | None = None
+) -> Trainer:
+    """A trainer on prepared data that belongs to the verifier; arguments as `train` has them."""
+    documents = read_documents(settings.data_path, "--data-path")
+    facts = read_json(settings.data_path / RECORD, "--data-path")["facts"]
+    verifier = verifier or verifier_of(settings)
+    require_text_of(settings, verifier, facts, documents)
+    return Trainer(as_prepared(settings, facts), verifier, documents, states, chat_mode(facts))
 
 
 def as_prepared(settings: TrainSettings, facts: dict[str, Any]) -> TrainSettings:

@@ -30,7 +30,17 @@ class TrainSettings(ObjectiveSettings, DraftSettings, VerifierSettings):
     grad_accum: int = setting(1, "rows whose gradients are summed before a step")
     noise_std: float = setting(0.0, "half-width of uniform noise on the taps while training")
     train_data_ratio: float = setting(0.0, "share of the documents to train on, the rest validates; 0: as prepared")
-    states_memory_gib: float = setting(4.0, "hidden states kept in memory between epochs; beyond it they are remade")
+    states_memory_gib: float = setting(
+        4.0, "hidden states kept in memory between epochs; beyond it they are read or made anew"
+    )
+    hidden_states_path: Path | None = setting(
+        None,
+        "folder of hidden states on disk, as blockdraft states makes it; default: made in process as they are needed",
+    )
+    on_missing: str = setting(
+        "generate", "documents without states there: generate, skip, warn (skip and name them) or raise"
+    )
+    on_generate: str = setting("cache", "states that are generated: cache (keep them in the folder) or delete")
     compile: str = setting("auto", "torch.compile of the feed-forward layers: on, off or auto (on CUDA)")
     seed: int = setting(0, "seed of everything random")
 
@@ -50,6 +60,8 @@ class TrainSettings(ObjectiveSettings, DraftSettings, VerifierSettings):
         one_of(self, "logger", ("tensorboard", "none"))
         one_of(self, "save_dtype", ("float32", "bfloat16"))
         one_of(self, "compile", ("auto", "on", "off"))
+        one_of(self, "on_missing", ("generate", "skip", "warn", "raise"))
+        one_of(self, "on_generate", ("cache", "delete"))
         at_least(self, 1, "grad_accum", "log_freq")
         at_least(self, 2, "total_seq_len")
         at_least(self, 0, "max_anchors", "max_grad_norm", "weight_decay", "noise_std", "states_memory_gib")

@@ -18,7 +18,7 @@ from blockdraft.progress import say
 from blockdraft.records import Document
 from blockdraft.runtime import dtype_name
 from blockdraft.settings import DEFAULT_LOSS, DEFAULT_NUM_TAPS, DraftSettings, ObjectiveSettings, TrainSettings
-from blockdraft.training.states import InProcessStates
+from blockdraft.training.states import TrainingStates
 from blockdraft.verifiers.base import Verifier
 
 CALIBRATION_DOCUMENTS = 32
@@ -245,7 +245,7 @@ def make_contract(config: DraftConfig, verifier: Verifier, vocabulary: Tensor | 
 
 
 def create_draft(
-    config: DraftConfig, verifier: Verifier, states: InProcessStates, seed: int, vocabulary: Tensor | None = None
+    config: DraftConfig, verifier: Verifier, states: TrainingStates, seed: int, vocabulary: Tensor | None = None
 ) -> BlockDraft:
     """A draft with fresh float32 weights and calibrated taps, sharing the verifier's tables."""
     draft = BlockDraft(config).to(verifier.device)

@@ -1,15 +1,17 @@
-"""Hidden states for training, made in process by the verifier; nothing is written to disk.
+"""Hidden states for training: where they come from, and which of them stay in memory between epochs.
 
-Documents are run in fixed groups before training until the memory allowance is used up; what does not fit is run
-anew with each packed row. Either way a document's states do not depend on where training stands, so that a resumed
-run sees the same bits.
+A source gives the states of documents. The one here runs the verifier in this process; `state_files` has the one that
+keeps them on disk. Documents are run in fixed groups before training until the memory allowance is used up; what does
+not fit is asked for anew with each packed row. Either way a document's states do not depend on where training stands,
+so that a resumed run sees the same bits.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -38,51 +40,94 @@ class DocumentStates:
     final: Tensor | None = None
 
 
-class InProcessStates:
-    """Taps and targets of documents by index."""
+class StateSource(Protocol):
+    """Gives the states of documents."""
 
-    def __init__(
-        self,
-        verifier: Verifier,
-        documents: Sequence[Document],
-        tap_ids: Sequence[int],
-        memory_gib: float,
-        with_final: bool = False,
-    ) -> None:
-        self._verifier, self._documents, self._tap_ids = verifier, documents, tuple(tap_ids)
-        self._with_final = with_final
+    bytes_per_token: int
+    """What a token's states take in memory."""
+
+    def available(self, documents: Sequence[Document]) -> Sequence[Document]:
+        """The documents that can be trained on; asked once, before anything else."""
+        ...
+
+    def prepare(self, documents: Sequence[Document]) -> None:
+        """Do what is better done once, before training, than with every row."""
+        ...
+
+    def get(self, documents: Sequence[Document]) -> list[DocumentStates]:
+        """The states of these documents, on the verifier's device."""
+        ...
+
+
+class InProcess:
+    """A source that runs the verifier in this process whenever it is asked.
+
+    Args:
+        with_final: give the states after the final norm, too.
+    """
+
+    def __init__(self, verifier: Verifier, tap_ids: Sequence[int], with_final: bool = False) -> None:
+        self.verifier, self.tap_ids, self.with_final = verifier, tuple(tap_ids), with_final
+        kept = len(self.tap_ids) + with_final
+        self.bytes_per_token = kept * verifier.identity.hidden_size * verifier.dtype.itemsize + 8
+
+    def available(self, documents: Sequence[Document]) -> Sequence[Document]:
+        return documents
+
+    def prepare(self, documents: Sequence[Document]) -> None:
+        pass
+
+    def get(self, documents: Sequence[Document]) -> list[DocumentStates]:
+        if not documents:
+            return []
+        sequences = [torch.tensor(document.input_ids) for document in documents]
+        sources = [document.source_ids for document in documents]
+        results = []
+        found = self.verifier.states(sequences, self.tap_ids, sources)
+        for document, states in zip(documents, found, strict=True):
+            first = document.first_target - 1
+            greedy = torch.full((len(document.input_ids),), -1, device=states.final.device)
+            greedy[first:] = self.verifier.greedy(states.final[first:])
+            final = states.final.clone() if self.with_final else None
+            results.append(DocumentStates(states.taps.clone(), greedy, final))
+        return results
+
+
+class TrainingStates:
+    """States of a run's documents by index, as many of them in memory as the allowance permits."""
+
+    def __init__(self, source: StateSource, documents: Sequence[Document], memory_gib: float) -> None:
+        self.source = source
+        self._documents = documents
         self._kept: dict[int, DocumentStates] = {}
         self._allowance = int(memory_gib * 2**30)
 
     def fill(self) -> None:
-        """Run documents, longest first, and keep their states until the allowance is used up. Done once."""
-        kept = len(self._tap_ids) + self._with_final
-        per_token = kept * self._verifier.identity.hidden_size * self._verifier.dtype.itemsize + 8
+        """Let the source prepare, then take documents, longest first, until the allowance is used up. Done once."""
         if self._kept:
             return
-        order = sorted(range(len(self._documents)), key=lambda i: (-len(self._documents[i].input_ids), i))
+        self.source.prepare(self._documents)
         fitting = []
-        for index in order:
-            size = len(self._documents[index].input_ids) * per_token
+        for index in longest_first(self._documents):
+            size = len(self._documents[index].input_ids) * self.source.bytes_per_token
             if size > self._allowance:
                 break
             self._allowance -= size
             fitting.append(index)
         with progress("hidden states", len(fitting)) as advance:
-            for first in range(0, len(fitting), GROUP):
-                group = fitting[first : first + GROUP]
-                self._kept.update(zip(group, self._run(group), strict=True))
+            for group in grouped(fitting):
+                self._kept.update(zip(group, self._ask(group), strict=True))
                 advance(len(group))
 
     def get(
         self, indices: Sequence[int], noise_std: float = 0.0, generator: torch.Generator | None = None
     ) -> list[DocumentStates]:
-        """States of the documents, those that are not kept run together.
+        """States of the documents, those that are not kept asked for together.
 
         `noise_std` adds uniform noise of that half-width to the taps (a training-time regulariser).
         """
         missing = [index for index in indices if index not in self._kept]
-        fresh = dict(zip(missing, self._run(missing), strict=True)) if missing else {}
+        fresh = dict(zip(missing, self._ask(missing), strict=True))
         found = [self._kept[index] if index in self._kept else fresh[index] for index in indices]
         if not noise_std:
             return found
@@ -94,19 +139,19 @@ class InProcessStates:
         chosen = self.get(list(range(0, len(self._documents), stride))[:num_documents])
         return torch.cat([states.taps[SINK_POSITIONS:] for states in chosen])
 
-    def _run(self, indices: Sequence[int]) -> list[DocumentStates]:
-        documents = [self._documents[index] for index in indices]
-        sequences = [torch.tensor(document.input_ids) for document in documents]
-        results = []
-        sources = [document.source_ids for document in documents]
-        found = self._verifier.states(sequences, self._tap_ids, sources)
-        for document, states in zip(documents, found, strict=True):
-            first = document.first_target - 1
-            greedy = torch.full((len(document.input_ids),), -1, device=states.final.device)
-            greedy[first:] = self._verifier.greedy(states.final[first:])
-            final = states.final.clone() if self._with_final else None
-            results.append(DocumentStates(states.taps.clone(), greedy, final))
-        return results
+    def _ask(self, indices: Sequence[int]) -> list[DocumentStates]:
+        return self.source.get([self._documents[index] for index in indices])
+
+
+def longest_first(documents: Sequence[Document]) -> list[int]:
+    """Indices of documents in the order in which they are run: little padding, and what needs most memory at once."""
+    lengths = [len(document.input_ids) for document in documents]
+    return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+
+
+def grouped(indices: Sequence[int]) -> Iterator[Sequence[int]]:
+    """The groups in which documents are run together."""
+    return (indices[first : first + GROUP] for first in range(0, len(indices), GROUP))
 
 
 def _noisy(taps: Tensor, half_width: float, generator: torch.Generator | None) -> Tensor:

@@ -47,13 +47,16 @@ from blockdraft.training.provenance import provenance
 from blockdraft.training.schedules import learning_rate_factor
 from blockdraft.training.split import joined, split_documents
 from blockdraft.training.state import newest_state, save_state
-from blockdraft.training.states import InProcessStates
+from blockdraft.training.state_files import StateFiles
+from blockdraft.training.states import InProcess, StateSource, TrainingStates
 from blockdraft.training.step import row_loss
 from blockdraft.verifiers.base import Verifier
 
 BEST, LAST, STATES = "checkpoint_best", "checkpoint_last", "states"
 RECORD, SUMMARY = "settings.json", "summary.json"
-_SAVING_ONLY = ("save_path", "checkpoint_freq", "log_freq", "logger", "log_dir", "run_name", "threads", "dry_run")
+# Settings that do not change what is trained.
+_SAVING_ONLY = ("save_path", "checkpoint_freq", "log_freq", "logger", "log_dir", "run_name", "threads", "dry_run",
+                "hidden_states_path", "on_missing", "on_generate")  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -79,25 +82,34 @@ class Trainer:
         settings: TrainSettings,
         verifier: Verifier,
         documents: Sequence[Document],
-        states: InProcessStates | None = None,
+        states: TrainingStates | None = None,
         mode: ChatMode | None = None,
     ) -> None:
         self.settings, self.verifier, self.mode = settings, verifier, mode or ChatMode()
-        self.train, self.validation = split_documents(documents, settings.train_data_ratio or TRAIN_DATA_RATIO)
         self.objective = make_objective(settings, settings.speculator_type)
         self.config = draft_config(settings, verifier, documents)
+        source = states.source if states else self._source()
+        documents = source.available(documents)
+        self.train, self.validation = split_documents(documents, settings.train_data_ratio or TRAIN_DATA_RATIO)
         self.vocabulary = draft_vocabulary(self.config, self.train)
         self.contract: Contract = make_contract(self.config, verifier, self.vocabulary)
         self.rows = self._planned_rows()
         self.total_steps = max(1, len(self.rows) // settings.grad_accum)
         self.progress = Progress()
-        self.states = states or InProcessStates(
-            verifier,
-            joined(self.train, self.validation),
-            self.config.tap_ids,
-            settings.states_memory_gib,
-            self.objective.needs_teacher,
-        )
+        self.states = states or TrainingStates(source, self.documents, settings.states_memory_gib)
+
+    def _source(self) -> StateSource:
+        """Where hidden states come from."""
+        settings = self.settings
+        maker = InProcess(self.verifier, self.config.tap_ids, self.objective.needs_teacher)
+        if settings.hidden_states_path is None:
+            return maker
+        return StateFiles(settings.hidden_states_path, maker, settings.on_missing, settings.on_generate)
+
+    @property
+    def documents(self) -> Sequence[Document]:
+        """Those that train, and behind them those that validate."""
+        return joined(self.train, self.validation)
 
     def _planned_rows(self) -> list[list[int]]:
         """Document indices of every row of the whole run, in order."""

@@ -1,0 +1,33 @@
+"""`blockdraft states`: make the hidden states that `blockdraft train` with the same settings reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from blockdraft.errors import InputError
+from blockdraft.pipeline.train import trainer_of
+from blockdraft.settings import TrainSettings
+from blockdraft.training.state_files import FIELD, StateFiles
+
+
+def states(settings: TrainSettings) -> dict[str, Any]:
+    """Fill a folder with the states of all documents; a killed run goes on where it was."""
+    if settings.hidden_states_path is None:
+        raise InputError(FIELD, "missing", "name the folder to fill")
+    trainer = trainer_of(dataclasses.replace(settings, on_missing="generate", on_generate="cache"))
+    source, documents = trainer.states.source, trainer.documents
+    assert isinstance(source, StateFiles)
+    missing = len(source.missing(documents))
+    tokens = sum(len(document.input_ids) for document in documents)
+    result = {
+        "hidden_states": str(source.folder),
+        "documents": len(documents),
+        "made": missing,
+        "found": len(documents) - missing,
+        "tokens": tokens,
+        "bytes": tokens * source.bytes_per_token,
+    }
+    if not settings.dry_run:
+        source.prepare(documents)
+    return result

@@ -1,0 +1,187 @@
+"""Hidden states on disk: one safetensors file a document, under a name that is the hash of what the document says.
+
+`states.json` beside them says which verifier, taps and dtype they are of; a folder of others is refused. A file holds
+`taps` [T, L, E], `greedy` int64 [T] and, where they were asked for, `final` [T, E] (`training.states.DocumentStates`).
+Since a name follows from the content, a folder serves any data that holds the same texts, and grows with them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from blockdraft.contract import TAP_CONVENTION, TAP_KIND
+from blockdraft.data.table import Documents
+from blockdraft.errors import BlockdraftError, InputError
+from blockdraft.fingerprint import already_made
+from blockdraft.folders import read_json, require_free, write_bytes, write_json
+from blockdraft.progress import progress, say
+from blockdraft.records import Document, documents_digest
+from blockdraft.runtime import dtype_name
+from blockdraft.training.states import DocumentStates, InProcess, grouped, longest_first
+
+RECORD, FIELD = "states.json", "--hidden-states-path"
+_SPARE = 2**30  # bytes that stay free on the disk
+
+
+class StateFiles:
+    """A source that reads what its folder holds and makes the rest with `maker`.
+
+    Args:
+        folder: made if it is not there. It may hold more taps than `maker` gives, and final states that it does not ask
+            for: what is made is then made as the folder has it, and what is given is what `maker` would give.
+        on_missing: what becomes of documents without a file: "generate", "skip", "warn" (skip, naming them), "raise".
+        on_generate: "cache" keeps what is made, "delete" does not.
+
+    Raises:
+        InputError: the folder holds states of another verifier, dtype or depth, or something else.
+    """
+
+    def __init__(
+        self, folder: Path, maker: InProcess, on_missing: str = "generate", on_generate: str = "cache"
+    ) -> None:
+        self.folder, self._on_missing, self._on_generate = folder, on_missing, on_generate
+        self._asked = maker
+        self._maker = self._as_the_folder_has_it(maker)
+        self._selected = [self._maker.tap_ids.index(tap) for tap in maker.tap_ids]
+        self.bytes_per_token = maker.bytes_per_token
+
+    def _as_the_folder_has_it(self, maker: InProcess) -> InProcess:
+        record = self.folder / RECORD
+        if not record.is_file():
+            require_free(self.folder, FIELD)
+            return maker
+        found = read_json(record, FIELD).get("facts", {})
+        taps, has_final = found.get("tap_ids", []), found.get("with_final", False)
+        if set(maker.tap_ids) <= set(taps) and has_final >= maker.with_final:
+            maker = InProcess(maker.verifier, taps, has_final)
+        already_made(record, _facts(maker), FIELD)
+        return maker
+
+    def path(self, document: Document) -> Path:
+        """Where the states of a document are, or would be."""
+        name = documents_digest([document])[:32]
+        return self.folder / name[:2] / f"{name[2:]}.safetensors"
+
+    def missing(self, documents: Sequence[Document]) -> list[int]:
+        """Indices of documents that have no file."""
+        return [index for index, document in enumerate(documents) if not self.path(document).is_file()]
+
+    def available(self, documents: Sequence[Document]) -> Sequence[Document]:
+        if self._on_missing == "generate":
+            return documents
+        missing = self.missing(documents)
+        if not missing:
+            return documents
+        first = documents[missing[0]].id
+        if self._on_missing == "raise" or len(missing) == len(documents):
+            raise InputError(
+                FIELD, self.folder, f"lacks {len(missing)} of {len(documents)} documents (the first: {first}); "
+                "make them with blockdraft states, or give --on-missing generate",
+            )  # fmt: skip
+        say(f"hidden states: {len(missing)} of {len(documents)} documents have none and are left out")
+        if self._on_missing == "warn":
+            for index in missing:
+                say(f"  no hidden states: {documents[index].id}")
+        left_out = set(missing)
+        kept = [index for index in range(len(documents)) if index not in left_out]
+        return documents.select(kept) if isinstance(documents, Documents) else [documents[index] for index in kept]
+
+    def prepare(self, documents: Sequence[Document]) -> None:
+        """Make the files that are missing, unless they would not be kept.
+
+        Raises:
+            InputError: the disk has no room for them.
+        """
+        if self._on_generate == "delete":
+            return
+        missing = set(self.missing(documents))
+        self._require_room([documents[index] for index in missing])
+        if not (self.folder / RECORD).is_file():
+            write_json(self.folder / RECORD, {"facts": _facts(self._maker)})
+        for remains in self.folder.glob("*/.*.tmp"):  # of a process that was killed
+            remains.unlink(missing_ok=True)
+        order = [index for index in longest_first(documents) if index in missing]
+        with progress("hidden states on disk", len(order)) as advance:
+            for group in grouped(order):
+                self._made([documents[index] for index in group])
+                advance(len(group))
+
+    def get(self, documents: Sequence[Document]) -> list[DocumentStates]:
+        found = {index: states for index, document in enumerate(documents) if (states := self._read(document))}
+        missing = [index for index in range(len(documents)) if index not in found]
+        if missing and self._on_missing != "generate":
+            raise BlockdraftError(
+                f"{self.path(documents[missing[0]])}: gone or damaged since the run began; make it with "
+                "blockdraft states and run the same command again"
+            )
+        made = self._made([documents[index] for index in missing])
+        found.update(zip(missing, made, strict=True))
+        return [self._given(found[index]) for index in range(len(documents))]
+
+    def _require_room(self, documents: Sequence[Document]) -> None:
+        needed = sum(len(document.input_ids) for document in documents) * self._maker.bytes_per_token
+        self.folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self.folder).free - _SPARE
+        if needed > free:
+            raise InputError(
+                FIELD, self.folder, f"{len(documents)} documents need {needed / 2**30:.1f} GiB there and "
+                f"{max(free, 0) / 2**30:.1f} are free; choose another disk, or leave it out and make states in process",
+            )  # fmt: skip
+
+    def _made(self, documents: Sequence[Document]) -> list[DocumentStates]:
+        made = self._maker.get(documents)
+        if self._on_generate == "cache":
+            for document, states in zip(documents, made, strict=True):
+                tensors = {"taps": states.taps, "greedy": states.greedy}
+                if states.final is not None:
+                    tensors["final"] = states.final
+                write_bytes(self.path(document), save({name: t.cpu().contiguous() for name, t in tensors.items()}))
+        return made
+
+    def _read(self, document: Document) -> DocumentStates | None:
+        """What a document's file holds; None without one, or if it is damaged, which is said."""
+        path = self.path(document)
+        if not path.is_file():
+            return None
+        length, verifier = len(document.input_ids), self._maker.verifier
+        width = verifier.identity.hidden_size
+        shapes = {"taps": [length, len(self._maker.tap_ids), width], "greedy": [length]}
+        if self._maker.with_final:
+            shapes["final"] = [length, width]
+        try:
+            with safe_open(path, framework="pt", device=str(verifier.device)) as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        except (SafetensorError, OSError) as error:
+            say(f"hidden states: {path} is damaged ({error})")
+            return None
+        if {name: list(tensor.shape) for name, tensor in tensors.items()} != shapes:
+            say(f"hidden states: {path} is not what its name says")
+            return None
+        return DocumentStates(tensors["taps"], tensors["greedy"], tensors.get("final"))
+
+    def _given(self, states: DocumentStates) -> DocumentStates:
+        """The part of a document's states that was asked for."""
+        everything = len(self._selected) == states.taps.shape[1]
+        taps = states.taps if everything else states.taps[:, self._selected]
+        return DocumentStates(taps, states.greedy, states.final if self._asked.with_final else None)
+
+
+def _facts(maker: InProcess) -> dict[str, Any]:
+    """What the states of a folder are of."""
+    verifier = dataclasses.asdict(maker.verifier.identity)
+    del verifier["name"]  # where it was loaded from does not matter
+    return {
+        "verifier": verifier,
+        "dtype": dtype_name(maker.verifier.dtype),
+        "tap_convention": TAP_CONVENTION,
+        "tap_kind": TAP_KIND,
+        "tap_ids": list(maker.tap_ids),
+        "with_final": maker.with_final,
+    }

@@ -1,0 +1,189 @@
+"""Hidden states on disk: what is read is what would have been made, and a folder of others is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from blockdraft.errors import BlockdraftError, InputError
+from blockdraft.records import Document
+from blockdraft.settings import TrainSettings
+from blockdraft.training import state_files
+from blockdraft.training.state_files import StateFiles
+from blockdraft.training.states import InProcess
+from blockdraft.training.trainer import LAST, Trainer
+from blockdraft.verifiers.base import Verifier
+from conftest import random_document, tiny_encoder_decoder, tiny_verifier_of
+
+DOCUMENTS = [random_document(24 + i % 5, 6 + i % 3, i) for i in range(20)]
+PAIRS = [
+    dataclasses.replace(random_document(9 + i % 5, 1, i), source_ids=random_document(5 + i, 1, 100 + i).input_ids)
+    for i in range(20)
+]
+
+
+@pytest.fixture(scope="module")
+def verifiers() -> dict[str, Verifier]:
+    return {"causal": tiny_verifier_of("llama"), "seq2seq": tiny_encoder_decoder()}
+
+
+def documents_of(kind: str) -> list[Document]:
+    return DOCUMENTS if kind == "causal" else PAIRS
+
+
+def settings_of(folder: Path, name: str, **changes: object) -> TrainSettings:
+    base = TrainSettings(
+        dtype="float32", data_path=folder / "data", save_path=folder / name, target_layer_ids=(0, 2, 4), epochs=2.0,
+        total_seq_len=80, max_anchors=16, mask_token_id=100, train_data_ratio=0.7, logger="none", muon_lr=0.02,
+    )  # fmt: skip
+    return dataclasses.replace(base, **changes)
+
+
+def trained(settings: TrainSettings, verifier: Verifier, documents: Sequence[Document]) -> bytes:
+    trainer = Trainer(settings, verifier, documents)
+    trainer.prepare()
+    trainer.run()
+    return (settings.save_path / LAST / "model.safetensors").read_bytes()
+
+
+def same(found: Sequence, wanted: Sequence) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one.taps, other.taps) and torch.equal(one.greedy, other.greedy)
+        assert (one.final is None) == (other.final is None)
+        assert one.final is None or torch.equal(one.final, other.final)
+
+
+@pytest.mark.parametrize("loss", ["ce", "kl"])
+@pytest.mark.parametrize("kind", ["causal", "seq2seq"])
+def test_training_from_a_folder_is_training_in_process(
+    verifiers: dict[str, Verifier], tmp_path: Path, kind: str, loss: str
+) -> None:
+    verifier, documents = verifiers[kind], documents_of(kind)
+    wanted = trained(settings_of(tmp_path, "plain", loss_fn=loss), verifier, documents)
+    from_folder = {"loss_fn": loss, "hidden_states_path": tmp_path / "states"}
+    assert trained(settings_of(tmp_path, "first", **from_folder), verifier, documents) == wanted
+    again = settings_of(tmp_path, "again", **from_folder, states_memory_gib=0.0, on_missing="raise")
+    assert trained(again, _deaf(verifier), documents) == wanted  # everything is read, nothing is made
+
+
+def _deaf(verifier: Verifier) -> Verifier:
+    """A verifier that may be asked anything but for hidden states."""
+
+    class Deaf:
+        def __getattr__(self, name: str) -> object:
+            assert name != "states"
+            return getattr(verifier, name)
+
+    return Deaf()  # type: ignore[return-value]
+
+
+def test_a_folder_grows_and_goes_on(verifiers: dict[str, Verifier], tmp_path: Path) -> None:
+    """A run that was killed left some files whole and one half written; the next makes what is missing, no more."""
+    maker = InProcess(verifiers["causal"], (1, 3), with_final=True)
+    files = StateFiles(tmp_path / "s", maker)
+    files.prepare(DOCUMENTS[:7])
+    kept = {path: path.read_bytes() for path in (tmp_path / "s").glob("*/*.safetensors")}
+    assert len(kept) == 7
+    half = next(iter(kept)).with_name(".half.safetensors.1.tmp")
+    half.write_bytes(b"half")
+    again = StateFiles(tmp_path / "s", maker)
+    assert again.missing(DOCUMENTS) == list(range(7, 20))
+    again.prepare(DOCUMENTS)
+    assert again.missing(DOCUMENTS) == [] and not half.exists()
+    assert all(path.read_bytes() == content for path, content in kept.items())
+    for found, wanted in zip(again.get(DOCUMENTS), maker.get(DOCUMENTS), strict=True):
+        torch.testing.assert_close(found.taps, wanted.taps)
+        torch.testing.assert_close(found.final, wanted.final)
+        assert torch.equal(found.greedy, wanted.greedy)
+
+
+def test_a_folder_with_more_serves_less(verifiers: dict[str, Verifier], tmp_path: Path) -> None:
+    verifier = verifiers["causal"]
+    rich = StateFiles(tmp_path / "s", InProcess(verifier, (0, 1, 2, 3, 4), with_final=True))
+    rich.prepare(DOCUMENTS[:10])
+    poor = StateFiles(tmp_path / "s", InProcess(verifier, (3, 1)))
+    # What is missing is made as the folder has it, for whoever comes next.
+    same(poor.get(DOCUMENTS[10:]), InProcess(verifier, (3, 1)).get(DOCUMENTS[10:]))
+    assert StateFiles(tmp_path / "s", InProcess(verifier, (0, 4), True), "raise").available(DOCUMENTS) is DOCUMENTS
+    whole = rich.get(DOCUMENTS[:10])
+    for found, all_of_it in zip(poor.get(DOCUMENTS[:10]), whole, strict=True):
+        assert torch.equal(found.taps, all_of_it.taps[:, [3, 1]]) and found.final is None
+
+
+def test_a_file_is_of_one_text_with_one_source(verifiers: dict[str, Verifier], tmp_path: Path) -> None:
+    files = StateFiles(tmp_path / "s", InProcess(verifiers["seq2seq"], (1,)))
+    other = dataclasses.replace(PAIRS[0], source_ids=PAIRS[1].source_ids)
+    assert files.path(PAIRS[0]) != files.path(other)
+    assert files.path(PAIRS[0]) == files.path(dataclasses.replace(PAIRS[0], id="another name"))
+
+
+def test_states_of_something_else_are_refused(verifiers: dict[str, Verifier], tmp_path: Path) -> None:
+    verifier = verifiers["causal"]
+    StateFiles(tmp_path / "s", InProcess(verifier, (1, 3))).prepare(DOCUMENTS[:2])
+    rounded = tiny_verifier_of("llama", torch.bfloat16)
+    for maker, says in (
+        (InProcess(verifier, (1, 2)), r"was made with tap_ids \[1, 3\], now asked for \[1, 2\]"),
+        (InProcess(verifier, (1, 3), True), "was made with with_final False"),
+        (InProcess(rounded, (1, 3)), "was made with dtype 'float32', now asked for 'bfloat16'"),
+        (InProcess(tiny_verifier_of("qwen3"), (1, 3)), "was made with verifier"),
+    ):
+        with pytest.raises(InputError, match=says):
+            StateFiles(tmp_path / "s", maker)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "letter.txt").write_text("dear")
+    with pytest.raises(InputError, match="holds something else"):
+        StateFiles(tmp_path / "other", InProcess(verifier, (1, 3)))
+
+
+def test_documents_without_states(
+    verifiers: dict[str, Verifier], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verifier, folder = verifiers["causal"], tmp_path / "s"
+    maker = InProcess(verifier, (0, 2, 4))
+    StateFiles(folder, maker).prepare([d for i, d in enumerate(DOCUMENTS) if i not in (3, 8)])
+    asked = {"hidden_states_path": folder}
+    with pytest.raises(InputError, match=r"lacks 2 of 20 documents .*the first: doc3.*blockdraft states"):
+        Trainer(settings_of(tmp_path, "r", **asked, on_missing="raise"), verifier, DOCUMENTS)
+    for choice, named in (("skip", False), ("warn", True)):
+        trainer = Trainer(settings_of(tmp_path, "r", **asked, on_missing=choice), verifier, DOCUMENTS)
+        assert {d.id for d in trainer.documents} == {d.id for d in DOCUMENTS} - {"doc3", "doc8"}
+        said = capsys.readouterr().err
+        assert "2 of 20 documents have none and are left out" in said and ("doc8" in said) == named
+    with pytest.raises(InputError, match="lacks 20 of 20"):
+        StateFiles(tmp_path / "empty", maker, "skip").available(DOCUMENTS)
+    deleted = StateFiles(folder, maker, on_generate="delete")
+    deleted.prepare(DOCUMENTS)
+    same(deleted.get([DOCUMENTS[3], DOCUMENTS[0]])[:1], maker.get([DOCUMENTS[3]]))
+    assert deleted.missing(DOCUMENTS) == [3, 8]
+
+
+def test_damaged_files(verifiers: dict[str, Verifier], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    maker = InProcess(verifiers["causal"], (1, 3))
+    files = StateFiles(tmp_path / "s", maker)
+    files.prepare(DOCUMENTS[:3])
+    files.path(DOCUMENTS[0]).write_bytes(files.path(DOCUMENTS[0]).read_bytes()[:300])
+    shutil.copy(files.path(DOCUMENTS[2]), files.path(DOCUMENTS[1]))
+    with pytest.raises(BlockdraftError, match="gone or damaged"):
+        StateFiles(tmp_path / "s", maker, "raise").get(DOCUMENTS[:1])
+    capsys.readouterr()
+    same(files.get(DOCUMENTS[:3])[:2], maker.get(DOCUMENTS[:2]))
+    said = capsys.readouterr().err
+    assert "is damaged" in said and "is not what its name says" in said
+    StateFiles(tmp_path / "s", maker, "raise").get(DOCUMENTS[:3])  # mended
+    assert not capsys.readouterr().err
+
+
+def test_a_full_disk_is_found_before_work_starts(
+    verifiers: dict[str, Verifier], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_files.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**30 + 10_000))
+    files = StateFiles(tmp_path / "s", InProcess(verifiers["causal"], (1, 3)))
+    with pytest.raises(InputError, match=r"20 documents need .* GiB there and 0\.0 are free"):
+        files.prepare(DOCUMENTS)
+    assert not list((tmp_path / "s").rglob("*.safetensors"))
