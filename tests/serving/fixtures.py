@@ -115,19 +115,26 @@ def trained_checkpoint(
 
 @pytest.fixture(scope="session")
 def serve_offline(real_folder: Path, own_text: OwnText, real_verifier: CausalVerifier) -> Callable[..., list[Decoded]]:
-    """Decode the prompts by vLLM with a draft, four at a time, once for every K."""
+    """Decode the prompts by vLLM, four at a time, with each draft and K; one child runs all of its engines."""
 
-    def serve(checkpoint: Checkpoint, *ks: int, **changes: object) -> list[Decoded]:
-        requests = [
-            Request(
-                verifier=str(real_folder), prompts=own_text.prompts, stop_ids=sorted(real_verifier.stop_ids),
-                max_tokens=LIMITS, dtype="float32", max_num_seqs=4, max_model_len=512,
-                speculative=speculative_config(checkpoint.folder, checkpoint.contract, k, v1_runner=True),
+    def serve(*pairs: tuple[Checkpoint, int], by_folder: bool = False, **changes: object) -> list[Decoded]:
+        def request(checkpoint: Checkpoint, k: int) -> Request:
+            return Request(
+                verifier=str(checkpoint.folder if by_folder else real_folder),
+                prompts=own_text.prompts,
+                stop_ids=sorted(real_verifier.stop_ids),
+                max_tokens=LIMITS,
+                dtype="float32",
+                max_num_seqs=4,
+                max_model_len=512,
+                speculative=None
+                if by_folder
+                else speculative_config(checkpoint.folder, checkpoint.contract, k, v1_runner=True),
                 engine=EAGER | DETAILED,
-            ) for k in ks
-        ]  # fmt: skip
-        changed = [dataclasses.replace(request, **changes) for request in requests]
-        return decode(changed, engine_environment(0, cpu=True, v1_runner=True))
+            )
+
+        requests = [dataclasses.replace(request(*pair), **changes) for pair in pairs]
+        return decode(requests, engine_environment(0, cpu=True, v1_runner=True))
 
     return serve
 

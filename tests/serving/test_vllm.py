@@ -32,60 +32,56 @@ MIXTURES = {
 }
 
 
-@pytest.mark.parametrize("vocabulary", [49152, 1500])
 @pytest.mark.parametrize("method", ["dflash", "dflare", "dspark"])
 def test_random_drafts_are_served_as_trained(
     random_checkpoint: Callable[..., Checkpoint], serve_offline: Serve, real_verifier: CausalVerifier,
     own_text: OwnText,
-    method: str, vocabulary: int,
+    method: str,
 ) -> None:  # fmt: skip
-    checkpoint = random_checkpoint(real_config(method, draft_vocab_size=vocabulary))
-    ks = (1, 3, 7)
-    for k, served in zip(ks, serve_offline(checkpoint, *ks), strict=True):
-        assert [reply.tokens for reply in served.replies] == own_text.replies
-        assert not findings_of(served, checkpoint, real_verifier, own_text, k)
+    checkpoints = [random_checkpoint(real_config(method, draft_vocab_size=size)) for size in (49152, 1500)]
+    pairs = [(checkpoint, k) for checkpoint in checkpoints for k in (1, 3, 7)]
+    for (checkpoint, k), served in zip(pairs, serve_offline(*pairs), strict=True):
+        case = f"{checkpoint.contract.draft_vocab_size} tokens, K={k}"
+        assert [reply.tokens for reply in served.replies] == own_text.replies, case
+        assert not findings_of(served, checkpoint, real_verifier, own_text, k), case
 
 
-@pytest.mark.parametrize("name", MIXTURES)
 def test_mixtures_of_sockets_are_served_as_trained(
     random_checkpoint: Callable[..., Checkpoint], serve_offline: Serve, real_verifier: CausalVerifier,
     own_text: OwnText,
-    name: str,
 ) -> None:  # fmt: skip
-    config, k = MIXTURES[name]
-    checkpoint = random_checkpoint(config)
-    (served,) = serve_offline(checkpoint, k)
-    assert [reply.tokens for reply in served.replies] == own_text.replies
-    assert not findings_of(served, checkpoint, real_verifier, own_text, k)
+    pairs = [(random_checkpoint(config), k) for config, k in MIXTURES.values()]
+    for name, (checkpoint, k), served in zip(MIXTURES, pairs, serve_offline(*pairs), strict=True):
+        assert [reply.tokens for reply in served.replies] == own_text.replies, name
+        assert not findings_of(served, checkpoint, real_verifier, own_text, k), name
 
 
-@pytest.mark.parametrize("method", ["dflash", "dflare", "dspark"])
 def test_trained_drafts_are_accepted_as_the_reference_engine_accepts_them(
     trained_checkpoint: Callable[..., Checkpoint], serve_offline: Serve, real_verifier: CausalVerifier,
     own_text: OwnText,
-    method: str,
 ) -> None:  # fmt: skip
     """Found by the engine through the draft's folder alone, as `vllm serve CHECKPOINT` finds both."""
-    checkpoint = trained_checkpoint(method)
-    k = checkpoint.contract.default_k
-    (served,) = serve_offline(checkpoint, k, verifier=str(checkpoint.folder), speculative=None)
-    assert [reply.tokens for reply in served.replies] == own_text.replies
-    assert not findings_of(served, checkpoint, real_verifier, own_text, k)
-    accepted = 0
-    for prompt, reply, limit in zip(own_text.prompts, served.replies, LIMITS, strict=True):
-        engine = DecodingEngine(real_verifier, checkpoint.draft, k, SamplingSettings(max_new_tokens=limit))
-        (wanted,) = engine.generate([prompt], 1)
-        found = [(step.anchor, step.agreed, step.delivered) for step in served_rounds(len(prompt), reply)]
-        assert found == [(step.anchor, step.agreed, step.accepted) for step in wanted.rounds]
-        accepted += sum(step.accepted for step in wanted.rounds)
-    assert accepted > 10  # else the test would only have seen rejections
+    checkpoints = [trained_checkpoint(method) for method in ("dflash", "dflare", "dspark")]
+    pairs = [(checkpoint, checkpoint.contract.default_k) for checkpoint in checkpoints]
+    for (checkpoint, k), served in zip(pairs, serve_offline(*pairs, by_folder=True), strict=True):
+        method = checkpoint.contract.method
+        assert [reply.tokens for reply in served.replies] == own_text.replies, method
+        assert not findings_of(served, checkpoint, real_verifier, own_text, k), method
+        accepted = 0
+        for prompt, reply, limit in zip(own_text.prompts, served.replies, LIMITS, strict=True):
+            engine = DecodingEngine(real_verifier, checkpoint.draft, k, SamplingSettings(max_new_tokens=limit))
+            (wanted,) = engine.generate([prompt], 1)
+            found = [(step.anchor, step.agreed, step.delivered) for step in served_rounds(len(prompt), reply)]
+            assert found == [(step.anchor, step.agreed, step.accepted) for step in wanted.rounds], method
+            accepted += sum(step.accepted for step in wanted.rounds)
+        assert accepted > 10, method  # else the test would only have seen rejections
 
 
 def test_k_beyond_the_trained_one_is_refused_by_the_engine(
     random_checkpoint: Callable[..., Checkpoint], serve_offline: Serve
 ) -> None:
     with pytest.raises(BlockdraftError, match="num_speculative_tokens: 8: a draft of block size 8 proposes 1 to 7"):
-        serve_offline(random_checkpoint(real_config("dflash")), 8)
+        serve_offline((random_checkpoint(real_config("dflash")), 8))
 
 
 def test_sampled_drafting_keeps_the_text_greedy_where_it_must_be(
@@ -96,7 +92,7 @@ def test_sampled_drafting_keeps_the_text_greedy_where_it_must_be(
     speculative = {"model": str(checkpoint.folder), "method": "dflash", "num_speculative_tokens": 4,
                    "draft_sample_method": "probabilistic"}  # fmt: skip
     (served,) = serve_offline(
-        checkpoint, 4, speculative=speculative, sampling={"temperature": 0.02, "seed": 5}, engine=EAGER
+        (checkpoint, 4), speculative=speculative, sampling={"temperature": 0.02, "seed": 5}, engine=EAGER
     )
     assert [reply.tokens for reply in served.replies] == own_text.replies
     assert served.counters["accepted"] > 0

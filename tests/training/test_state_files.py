@@ -22,8 +22,9 @@ from blockdraft.verifiers.base import Verifier
 from conftest import random_document, tiny_encoder_decoder, tiny_verifier_of
 
 DOCUMENTS = [random_document(24 + i % 5, 6 + i % 3, i) for i in range(20)]
+LENGTHS = [2, 2, 9, 10, 11, 12, 13, 2, 9, 30]  # a target of one token is a text of two: the start token comes first
 PAIRS = [
-    dataclasses.replace(random_document(9 + i % 5, 1, i), source_ids=random_document(5 + i, 1, 100 + i).input_ids)
+    dataclasses.replace(random_document(LENGTHS[i % 10], 1, i), source_ids=random_document(5 + i, 1, 100 + i).input_ids)
     for i in range(20)
 ]
 
