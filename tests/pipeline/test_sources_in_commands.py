@@ -25,6 +25,7 @@ from blockdraft.settings import (
     GenerateSettings,
     PrepareSettings,
     RegenerateSettings,
+    StatesSettings,
     TrainSettings,
 )
 from blockdraft.verifiers.encoder_decoder import EncoderDecoderVerifier
@@ -114,14 +115,13 @@ def test_from_prompts_to_an_evaluated_draft(stage: Stage, checkpoint_of: Callabl
 def test_states_on_disk_train_the_same_draft(
     stage: Stage, checkpoint_of: Callable[..., Path], tmp_path: Path, kind: str
 ) -> None:
-    settings = dataclasses.replace(stage.settings(kind, kind, "from-disk"), save_path=tmp_path / "draft")
-    with pytest.raises(InputError, match="--hidden-states-path: missing"):
-        states(settings)
-    settings = dataclasses.replace(settings, hidden_states_path=tmp_path / "states", on_missing="raise")
-    planned = states(dataclasses.replace(settings, dry_run=True))
+    changes = {"save_path": tmp_path / "draft", "hidden_states_path": tmp_path / "states", "on_missing": "raise"}
+    settings = dataclasses.replace(stage.settings(kind, kind, "from-disk"), **changes)
+    asked = StatesSettings(**{field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)})
+    planned = states(dataclasses.replace(asked, dry_run=True))
     assert planned["made"] == planned["documents"] == 12 and not (tmp_path / "states").exists()
-    made = states(settings)
-    assert made == planned and states(settings) == {**made, "made": 0, "found": 12}
+    made = states(asked)
+    assert made == planned and states(asked) == {**made, "made": 0, "found": 12}
     checkpoint = Path(train(settings)["checkpoint"])
     weights = [folder / "model.safetensors" for folder in (checkpoint, checkpoint_of(kind))]
     assert weights[0].read_bytes() == weights[1].read_bytes()

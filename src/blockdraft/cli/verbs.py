@@ -77,11 +77,11 @@ VERBS: dict[str, Verb] = {
         ),
     ),
     "states": Verb(
-        s.TrainSettings,
+        s.StatesSettings,
         _PIPELINE + "states:states",
         _TABLES + "show_fields",
         (
-            "blockdraft states --data-path runs/data --save-path runs/draft --hidden-states-path runs/states",
+            "blockdraft states --data-path runs/data --hidden-states-path runs/states",
             "blockdraft states --config recipe.yaml --hidden-states-path /disk/states",
         ),
     ),

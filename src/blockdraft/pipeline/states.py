@@ -5,16 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from blockdraft.errors import InputError
 from blockdraft.pipeline.train import trainer_of
-from blockdraft.settings import TrainSettings
-from blockdraft.training.state_files import FIELD, StateFiles
+from blockdraft.settings import StatesSettings
+from blockdraft.training.state_files import StateFiles
 
 
-def states(settings: TrainSettings) -> dict[str, Any]:
+def states(settings: StatesSettings) -> dict[str, Any]:
     """Fill a folder with the states of all documents; a killed run goes on where it was."""
-    if settings.hidden_states_path is None:
-        raise InputError(FIELD, "missing", "name the folder to fill")
     trainer = trainer_of(dataclasses.replace(settings, on_missing="generate", on_generate="cache"))
     source, documents = trainer.states.source, trainer.documents
     assert isinstance(source, StateFiles)

@@ -10,7 +10,7 @@ from blockdraft.settings.common import CheckpointSettings, ComputeSettings, Samp
 from blockdraft.settings.data import TRAIN_DATA_RATIO, ConvertSettings, PrepareSettings, RegenerateSettings
 from blockdraft.settings.draft import DEFAULT_LOSS, DEFAULT_NUM_TAPS, DraftSettings, ObjectiveSettings
 from blockdraft.settings.serving import CheckSettings, ParitySettings, ServeSettings
-from blockdraft.settings.training import TrainSettings
+from blockdraft.settings.training import StatesSettings, TrainSettings
 from blockdraft.settings.using import EvaluateSettings, GenerateSettings, QuickstartSettings
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "RegenerateSettings",
     "SamplingSettings",
     "ServeSettings",
+    "StatesSettings",
     "TrainSettings",
     "VerifierSettings",
     "build",

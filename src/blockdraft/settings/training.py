@@ -70,3 +70,11 @@ class TrainSettings(ObjectiveSettings, DraftSettings, VerifierSettings):
         check(0 <= self.train_data_ratio < 1, "train_data_ratio", self.train_data_ratio, "must be between 0 and 1")
         ratio = self.scheduler_warmup_ratio
         check(0 <= ratio < 1, "scheduler_warmup_ratio", ratio, "must be 0 or more and under 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatesSettings(TrainSettings):
+    """Make hidden states on disk, once, for runs of `blockdraft train` with the same settings."""
+
+    hidden_states_path: Path = required("folder to fill; what it holds already is kept")
+    save_path: Path = setting(Path(), "not used here; a recipe of `blockdraft train` may name it")
