@@ -15,6 +15,7 @@ sys.path.insert(0, str(BENCHMARKS))
 import acceptance  # noqa: E402
 import serve  # noqa: E402
 import t5gemma2_step  # noqa: E402
+from assets.t5gemma2 import Asset  # noqa: E402
 from blockdraft.verifiers.loading import save_folder  # noqa: E402
 from conftest import tiny_verifier_of  # noqa: E402
 from report import write_section  # noqa: E402
@@ -81,6 +82,19 @@ def test_preparing_is_measured_also_on_more_rows(tmp_path: Path) -> None:
     found = [line.split(" | ") for line in (tmp_path / "results.md").read_text().splitlines() if "blockdraft |" in line]
     assert [cells[1] for cells in found] == ["40", "120"]
     assert all(float(cells[3]) > 0 and float(cells[5]) > 0.1 for cells in found)
+
+
+@pytest.mark.asset
+@pytest.mark.engine
+def test_t5gemma2_drafts_are_measured_in_both_engines(small_asset: Asset, tmp_path: Path) -> None:
+    out = tmp_path / "results.md"
+    command = [sys.executable, str(BENCHMARKS / "t5gemma2_drafts.py"), str(small_asset.folder), "--rows", "24"]
+    command += ["--prompts", "3", "--methods", "dflare", "--epochs", "1", "--k", "3", "--batch", "2", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (row,) = [line.split(" | ") for line in out.read_text().splitlines() if line.startswith("| dflare")]
+    assert row[2] == "3" and row[4].startswith(f"{float(row[4].split()[0]):.3f} ({float(row[4].split()[0]):.3f} in")
+    assert row[5] == "0" and row[10] == "3 of 3 |"
 
 
 def test_t5gemma2_step_counts_what_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from blockdraft.decoding.engine import DecodingEngine
 from blockdraft.errors import BlockdraftError
-from blockdraft.serving.offline import Decoded
+from blockdraft.serving.offline import DETAILED, Decoded
 from blockdraft.serving.parity import served_rounds
 from blockdraft.settings import SamplingSettings
 from blockdraft.verifiers.causal import CausalVerifier
@@ -75,6 +75,31 @@ def test_trained_drafts_are_accepted_as_the_reference_engine_accepts_them(
             assert found == [(step.anchor, step.agreed, step.accepted) for step in wanted.rounds], method
             accepted += sum(step.accepted for step in wanted.rounds)
         assert accepted > 10, method  # else the test would only have seen rejections
+
+
+def test_long_prompts_in_chunks_and_out_of_the_prefix_cache(
+    random_checkpoint: Callable[..., Checkpoint], serve_offline: Serve, real_verifier: CausalVerifier,
+    own_text: OwnText,
+) -> None:  # fmt: skip
+    """As engines are set by default: a prompt is read in parts, and what it shares with an earlier one not again."""
+    stem = [token for prompt in own_text.prompts for token in prompt]
+    prompts = [stem[:200], stem[:330], stem[:330], stem[:300] + stem[-20:], stem[:257]]
+    plain = DecodingEngine(real_verifier, None, 0, SamplingSettings(max_new_tokens=20)).generate(prompts, 5)
+    text = OwnText(prompts, [reply.tokens for reply in plain])
+    pairs = [
+        (random_checkpoint(real_config("dflash")), 5),
+        (random_checkpoint(real_config("dflare")), 7),
+        (random_checkpoint(real_config("dspark", draft_vocab_size=1500)), 3),
+    ]
+    chunks = {"max_num_batched_tokens": 96, "block_size": 32, "enable_prefix_caching": True}
+    outcomes = serve_offline(
+        *pairs, prompts=prompts, max_tokens=[20] * 5, max_num_seqs=2, engine=EAGER | DETAILED | chunks,
+    )  # fmt: skip
+    for (checkpoint, k), served in zip(pairs, outcomes, strict=True):
+        method = checkpoint.contract.method
+        assert [reply.tokens for reply in served.replies] == text.replies, method
+        assert not findings_of(served, checkpoint, real_verifier, text, k), method
+        assert served.counters["prefix_hits"] > 300, method
 
 
 def test_k_beyond_the_trained_one_is_refused_by_the_engine(

@@ -19,8 +19,23 @@ COUNTERS = {
     "proposed": "vllm:spec_decode_num_draft_tokens_total",
     "accepted": "vllm:spec_decode_num_accepted_tokens_total",
     "preemptions": "vllm:num_preemptions_total",
+    "prefix_hits": "vllm:prefix_cache_hits_total",  # tokens
 }
 TIMEOUT_SECONDS = 600.0  # for one request: a long reply on a processor
+
+
+def served_model(http: httpx.Client, kind: str, endpoint: str, field: str = "--endpoint") -> dict[str, Any]:
+    """The first model that a server serves: its `id` and `owned_by`.
+
+    Raises:
+        InputError: nobody answers there, or nobody who speaks the interface of a server of this kind.
+    """
+    try:
+        model = http.get("/v1/models").raise_for_status().json()["data"][0]
+        return {"owned_by": model.get("owned_by"), "id": str(model["id"])}
+    except (httpx.HTTPError, KeyError, IndexError, TypeError, ValueError) as error:
+        line = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise InputError(field, endpoint, f"no {kind} server answers there ({line})") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +66,7 @@ class EngineClient:
     def __init__(self, url: str, field: str = "--endpoint") -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._http = httpx.Client(base_url=self.url, timeout=TIMEOUT_SECONDS, trust_env=False)
-        try:
-            answer = self._http.get("/v1/models")
-            self.model: str = answer.raise_for_status().json()["data"][0]["id"]
-        except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
-            raise InputError(field, url, f"no vLLM server answers there ({error or type(error).__name__})") from None
+        self.model: str = served_model(self._http, "vLLM", url, field)["id"]
 
     def __enter__(self) -> EngineClient:
         return self

@@ -19,8 +19,9 @@ from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait
 from blockdraft.data.journal import Journal, Written
 from blockdraft.data.requests import Request
 from blockdraft.data.templates import ChatTemplate
-from blockdraft.errors import BlockdraftError, InputError
+from blockdraft.errors import BlockdraftError
 from blockdraft.progress import Advance, progress
+from blockdraft.serving.client import served_model
 from blockdraft.settings import RegenerateSettings
 
 _KEY = "OPENAI_API_KEY"
@@ -54,13 +55,9 @@ def find_server(endpoint: str) -> Server:
         InputError: nobody, or nobody who speaks the interface.
     """
     url = endpoint.rstrip("/").removesuffix("/v1")
-    try:
-        with httpx.Client(base_url=url, timeout=30, trust_env=False, headers=_headers()) as http:
-            answer = http.get("/v1/models").raise_for_status().json()["data"][0]
-        return Server(url, answer["id"], answer.get("owned_by") == "vllm")
-    except (httpx.HTTPError, KeyError, IndexError, TypeError, ValueError) as error:
-        line = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        raise InputError("--endpoint", endpoint, f"no OpenAI-compatible server answers there ({line})") from None
+    with httpx.Client(base_url=url, timeout=30, trust_env=False, headers=_headers()) as http:
+        model = served_model(http, "OpenAI-compatible", endpoint)
+    return Server(url, model["id"], model["owned_by"] == "vllm")
 
 
 def write_replies(

@@ -55,16 +55,9 @@ class EncoderDecoderVerifier(InProcessVerifier):
         encoded_RSE, source_lengths = self._encode(sources)
         padded = nn.utils.rnn.pad_sequence(list(sequences), batch_first=True).to(self.device)
         positions_RW = torch.arange(padded.shape[1], device=self.device).expand(padded.shape)
-        with self._recording(tap_ids) as taps:
-            final = self._decoder(
-                input_ids=padded,
-                **self._masks(positions_RW, padded.shape[1], source_lengths, encoded_RSE.shape[1]),
-                position_ids=positions_RW,
-                encoder_hidden_states=encoded_RSE,
-                use_cache=False,
-            ).last_hidden_state
-        taps_RCLE = stacked(taps, tap_ids, final)
-        return [States(taps_RCLE[row, :length], final[row, :length]) for row, length in enumerate(lengths)]
+        masks = self._masks(positions_RW, padded.shape[1], source_lengths, encoded_RSE.shape[1])
+        whole = self._run(padded, positions_RW, masks, encoded_RSE, tap_ids)
+        return [States(whole.taps[row, :length], whole.final[row, :length]) for row, length in enumerate(lengths)]
 
     @torch.no_grad()
     def cache(self, num_rows: int, sources: Sources = ()) -> EncoderDecoderCache:
@@ -77,14 +70,27 @@ class EncoderDecoderVerifier(InProcessVerifier):
         positions_RW = cache.kv.positions(tokens_RW.shape[1])
         num_keys = cache.kv.longest + tokens_RW.shape[1]
         encoded_RSE = cache.encoded_RSE
+        masks = self._masks(positions_RW, num_keys, cache.source_lengths, encoded_RSE.shape[1])
+        return self._run(tokens_RW, positions_RW, masks, encoded_RSE, tap_ids, cache)
+
+    def _run(
+        self,
+        tokens_RW: Tensor,
+        positions_RW: Tensor,
+        masks: dict[str, Any],
+        encoded_RSE: Tensor,
+        tap_ids: Sequence[int],
+        cache: EncoderDecoderCache | None = None,
+    ) -> States:
+        """The decoder's states of a batch of tokens, [R, W, L, E] and [R, W, E]."""
         with self._recording(tap_ids) as taps:
             final = self._decoder(
                 input_ids=tokens_RW,
-                **self._masks(positions_RW, num_keys, cache.source_lengths, encoded_RSE.shape[1]),
+                **masks,
                 position_ids=positions_RW,
                 past_key_values=cache,
                 encoder_hidden_states=encoded_RSE,
-                use_cache=True,
+                use_cache=cache is not None,
             ).last_hidden_state
         return States(stacked(taps, tap_ids, final), final)
 
