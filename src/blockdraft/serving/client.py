@@ -32,7 +32,7 @@ def served_model(http: httpx.Client, kind: str, endpoint: str, field: str = "--e
     """
     try:
         model = http.get("/v1/models").raise_for_status().json()["data"][0]
-        return {"owned_by": model.get("owned_by"), "id": str(model["id"])}
+        return {"id": str(model["id"]), "owned_by": model.get("owned_by")}
     except (httpx.HTTPError, KeyError, IndexError, TypeError, ValueError) as error:
         line = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise InputError(field, endpoint, f"no {kind} server answers there ({line})") from None
