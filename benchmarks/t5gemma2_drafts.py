@@ -38,7 +38,7 @@ from blockdraft.settings import (  # noqa: E402
 
 METHODS = ("dflash", "dflare", "dspark")
 COLUMNS = (
-    "method", "minutes of training", "K", "acceptance length", "vLLM's counters", "parity faults", "batch",
+    "method", "minutes of training", "K", "acceptance length", "in vLLM", "in vLLM, tokens behind an end counted", "parity faults", "batch",
     "tokens/s without", "with the draft", "ratio", "identical",
 )  # fmt: skip
 
@@ -69,9 +69,9 @@ def measured(checkpoint: Path, heldout: Path, options: argparse.Namespace) -> li
             rows.append(
                 [
                     k,
-                    f"{decoded['acceptance_length']:.2f}",
-                    f"{one['acceptance_length']['vllm_counters']:.3f} "
-                    f"({one['acceptance_length']['reference']:.3f} in the reference engine)",
+                    f"{decoded['acceptance_length']:.3f}",
+                    f"{one['acceptance_length']['vllm']:.3f}",
+                    f"{one['acceptance_length']['vllm_counters']:.3f}",
                     str(one["faults"]),
                     str(batch),
                     f"{decoded['plain_tokens_per_second']:.0f}",
