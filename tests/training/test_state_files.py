@@ -117,6 +117,14 @@ def test_a_folder_with_more_serves_less(verifiers: dict[str, Verifier], tmp_path
         assert torch.equal(found.taps, all_of_it.taps[:, [3, 1]]) and found.final is None
 
 
+def test_taps_come_in_the_order_in_which_they_are_asked_for(verifiers: dict[str, Verifier], tmp_path: Path) -> None:
+    verifier = verifiers["causal"]
+    StateFiles(tmp_path / "s", InProcess(verifier, (1, 3))).prepare(DOCUMENTS[:5])
+    turned = StateFiles(tmp_path / "s", InProcess(verifier, (3, 1)), "raise").get(DOCUMENTS[:5])
+    for found, wanted in zip(turned, InProcess(verifier, (3, 1)).get(DOCUMENTS[:5]), strict=True):
+        torch.testing.assert_close(found.taps, wanted.taps)
+
+
 def test_a_file_is_of_one_text_with_one_source(verifiers: dict[str, Verifier], tmp_path: Path) -> None:
     files = StateFiles(tmp_path / "s", InProcess(verifiers["seq2seq"], (1,)))
     other = dataclasses.replace(PAIRS[0], source_ids=PAIRS[1].source_ids)

@@ -16,14 +16,13 @@ def states(settings: StatesSettings) -> dict[str, Any]:
     source, documents = trainer.states.source, trainer.documents
     assert isinstance(source, StateFiles)
     missing = len(source.missing(documents))
-    tokens = sum(len(document.input_ids) for document in documents)
     result = {
         "hidden_states": str(source.folder),
         "documents": len(documents),
         "made": missing,
         "found": len(documents) - missing,
-        "tokens": tokens,
-        "bytes": tokens * source.bytes_per_token,
+        "tokens": sum(len(document.input_ids) for document in documents),
+        "bytes": source.size(documents),
     }
     if not settings.dry_run:
         source.prepare(documents)

@@ -69,6 +69,10 @@ class StateFiles:
         name = documents_digest([document])[:32]
         return self.folder / name[:2] / f"{name[2:]}.safetensors"
 
+    def size(self, documents: Sequence[Document]) -> int:
+        """Bytes that the files of documents take."""
+        return sum(len(document.input_ids) for document in documents) * self._maker.bytes_per_token
+
     def missing(self, documents: Sequence[Document]) -> list[int]:
         """Indices of documents that have no file."""
         return [index for index, document in enumerate(documents) if not self.path(document).is_file()]
@@ -126,7 +130,7 @@ class StateFiles:
         return [self._given(found[index]) for index in range(len(documents))]
 
     def _require_room(self, documents: Sequence[Document]) -> None:
-        needed = sum(len(document.input_ids) for document in documents) * self._maker.bytes_per_token
+        needed = self.size(documents)
         self.folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(self.folder).free - _SPARE
         if needed > free:
@@ -168,8 +172,8 @@ class StateFiles:
 
     def _given(self, states: DocumentStates) -> DocumentStates:
         """The part of a document's states that was asked for."""
-        everything = len(self._selected) == states.taps.shape[1]
-        taps = states.taps if everything else states.taps[:, self._selected]
+        as_they_are = self._selected == list(range(states.taps.shape[1]))
+        taps = states.taps if as_they_are else states.taps[:, self._selected]
         return DocumentStates(taps, states.greedy, states.final if self._asked.with_final else None)
 
 

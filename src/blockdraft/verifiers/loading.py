@@ -85,8 +85,8 @@ def save_folder(verifier: LoadedVerifier, folder: Path) -> None:
 def _cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Change the dtype of what a file stores.
 
-    A module's own `.to(dtype)` would round its buffers, too: rotary frequencies and scales of embeddings, which are
-    computed in float32 whatever the weights are, here and in the engines.
+    A module's own `.to(dtype)` would round its buffers, too: rotary frequencies, which engines keep in float32 whatever
+    the weights are, and scales of embeddings, which must be whole again in a model that goes back to float32.
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
