@@ -86,7 +86,6 @@ def make_draft(verifier: EncoderDecoderVerifier) -> BlockDraft:
             standardise_taps=False,
             block_size=BLOCK,
             mask_token_id=MASK,
-            embedding_scale=1.0,
             rope_parameters=verifier.rope_parameters(),
             max_position_embeddings=verifier.context_length,
             windows=(None,) * DRAFT_LAYERS,

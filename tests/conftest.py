@@ -182,7 +182,6 @@ def tiny_config(method: str = "dflash", **changes: object) -> DraftConfig:
         standardise_taps=True,
         block_size=8,
         mask_token_id=MASK,
-        embedding_scale=1.0,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         max_position_embeddings=256,
         windows=(None, None),

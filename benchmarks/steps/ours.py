@@ -59,7 +59,6 @@ def draft_config(case: Case) -> DraftConfig:
         standardise_taps=False,
         block_size=BLOCK,
         mask_token_id=MASK,
-        embedding_scale=1.0,
         rope_parameters={"rope_type": "default", "rope_theta": 1e5},
         max_position_embeddings=8192,
         windows=(None,) * LAYERS,

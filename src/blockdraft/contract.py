@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from blockdraft.errors import InputError
+from blockdraft.progress import say
 
-CONTRACT_VERSION = 3  # 2: a window moves with the slot; in 1 it was measured from the anchor. 3: `embedding`
+# 2: a window moves with the slot; in 1 it was measured from the anchor. 3: `embedding`. 4: `matrices_digest`.
+CONTRACT_VERSION = 4
 TAP_CONVENTION = "after_layers"  # tap i = residual stream after i decoder layers (vLLM's and Speculators' numbering)
 TAP_KIND = "residual_stream"  # never a branch before its residual add
 
@@ -24,6 +26,8 @@ class VerifierIdentity:
 
     name: str
     """Name or folder it was loaded from; informative, a moved folder is the same verifier."""
+    revision: str | None
+    """Commit of the hub repository it was loaded from; informative. None for a folder."""
     architecture: str
     hidden_size: int
     num_layers: int
@@ -35,7 +39,10 @@ class VerifierIdentity:
     """SHA-256 over the vocabulary in id order, 16 digits."""
     norms_hash: str
     """SHA-256 over its norm weights rounded to bfloat16, 16 digits: tells a base model from its fine-tuned sister,
-    yet is the same for a bfloat16, float32 or weight-quantised copy."""
+    yet is the same for a bfloat16, float32 or weight-quantized copy."""
+    matrices_digest: str | None
+    """SHA-256 over sampled rows of its matrices (`verifiers/matrices.py`), 16 digits. None: nothing to compare, since
+    the matrices are quantized or the checkpoint is older than this field."""
 
     COMPARED: ClassVar[tuple[str, ...]] = (
         "architecture",
@@ -45,7 +52,12 @@ class VerifierIdentity:
         "embedding",
         "tokenizer_hash",
         "norms_hash",
+        "matrices_digest",
     )
+
+    def matrices_comparable(self, other: VerifierIdentity) -> bool:
+        """Whether both say what their matrices are."""
+        return self.matrices_digest is not None and other.matrices_digest is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,8 +81,6 @@ class Contract:
     final_norm: str
     """Final norm that the targets went through: "rms" (x * w) or "rms_plus_one" (x * (1 + w))."""
     logit_softcap: float | None
-    embedding_scale: float
-    """Factor on what the verifier shares of its embeddings (`VerifierIdentity.embedding`) before the draft sees it."""
     mask_token_id: int
     sample_from_anchor: bool
     block_size: int
@@ -90,7 +100,7 @@ class Contract:
 
     @classmethod
     def from_dict(cls, raw: Any, where: str) -> Contract:
-        """Read a contract, refusing missing and unknown fields and a version or convention we do not know."""
+        """Read an upgraded contract; missing and unknown fields, unknown versions and conventions are rejected."""
         raw = _exact_fields(cls, raw, where)
         verifier = VerifierIdentity(**_exact_fields(VerifierIdentity, raw["verifier"], f"{where} verifier"))
         for name in ("tap_ids", "windows", "causal"):
@@ -103,9 +113,16 @@ class Contract:
         return contract
 
     def require_verifier(self, found: VerifierIdentity, final_norm: str, logit_softcap: float | None) -> None:
-        """Refuse a verifier other than the one the draft was trained for, naming the first field that differs."""
+        """Reject a verifier other than the one the draft was trained for, naming the first field that differs.
+
+        Says so in one line where the matrices of the two cannot be compared.
+        """
+        names = list(VerifierIdentity.COMPARED)
+        if not self.verifier.matrices_comparable(found):
+            names.remove("matrices_digest")
+            say(f"the matrices of {found.name} were not compared, only its norms: {self._why_not_compared(found)}")
         pairs = [
-            *((name, getattr(self.verifier, name), getattr(found, name)) for name in VerifierIdentity.COMPARED),
+            *((name, getattr(self.verifier, name), getattr(found, name)) for name in names),
             ("final_norm", self.final_norm, final_norm),
             ("logit_softcap", self.logit_softcap, logit_softcap),
         ]
@@ -117,11 +134,32 @@ class Contract:
                     "load the verifier the draft was trained for, or train a draft for this one",
                 )
 
+    def _why_not_compared(self, found: VerifierIdentity) -> str:
+        if found.matrices_digest is None:
+            return "they are quantized, or stored in a form whose rows cannot be compared"
+        return "the checkpoint has no digest of them (it is older, or its verifier was quantized)"
+
     def require_k(self, k: int, field: str = "--k") -> None:
         """Refuse a number of proposed tokens that the block does not have slots for."""
         most = self.block_size if self.sample_from_anchor else self.block_size - 1
         if not 1 <= k <= most:
             raise InputError(field, k, f"a draft of block size {self.block_size} proposes 1 to {most} tokens")
+
+
+def upgraded(raw: Any, where: str) -> Any:
+    """A contract of version 3 as one of version 4, which says nothing of the matrices; anything else as it is.
+
+    Raises:
+        InputError: it scales embeddings, which no engine did.
+    """
+    if not isinstance(raw, dict) or raw.get("version") != 3 or not isinstance(raw.get("verifier"), dict):
+        return raw
+    scale = raw.get("embedding_scale")
+    if scale != 1.0:
+        raise InputError(f"{where} embedding_scale", scale, "must be 1.0; engines do not scale; train the draft again")
+    kept = {name: value for name, value in raw.items() if name != "embedding_scale"}
+    verifier = {**raw["verifier"], "revision": None, "matrices_digest": None}
+    return {**kept, "version": CONTRACT_VERSION, "verifier": verifier}
 
 
 def _exact_fields(cls: type, raw: Any, where: str) -> dict[str, Any]:

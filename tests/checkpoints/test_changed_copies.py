@@ -77,7 +77,6 @@ STATEMENTS: dict[str, Callable[[Config], None]] = {
     "context length": longest,
     "block size": block,
     "epsilon of norms": norm_epsilon,
-    "embedding scale": contract("embedding_scale", 2.0),
     "compute dtype": contract("compute_dtype", "bfloat16"),
     "soft cap": contract("logit_softcap", 30.0),
     "final norm": contract("final_norm", "rms_plus_one"),

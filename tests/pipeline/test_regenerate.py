@@ -61,7 +61,14 @@ def prompts(verifier: CausalVerifier, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def settings_of(verifier: CausalVerifier, data: Path, folder: Path, **changes: Any) -> RegenerateSettings:
-    given = {"dtype": "float32", "max_new_tokens": LONGEST, "batch_size": 4, **changes}
+    """The test of probes (test_probe.py) asks for them; here they would be counted among the requests."""
+    given = {
+        "dtype": "float32",
+        "max_new_tokens": LONGEST,
+        "batch_size": 4,
+        "probe": "endpoint" not in changes,
+        **changes,
+    }
     return RegenerateSettings(
         verifier_name_or_path=verifier.identity.name, data_path=data, save_path=folder, **given
     )  # fmt: skip

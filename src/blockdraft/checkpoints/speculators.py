@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from blockdraft.contract import Contract
+from blockdraft.contract import Contract, upgraded
 from blockdraft.errors import InputError
 from blockdraft.models.config import MIXTURE, DraftConfig
 
@@ -121,6 +121,7 @@ def parse_config(raw: dict[str, Any], where: str) -> tuple[DraftConfig, Contract
         raise InputError(
             where, f"no key {CONTRACT_KEY!r}", "this draft carries no contract; blockdraft cannot vouch for it"
         )
+    raw = {**raw, CONTRACT_KEY: upgraded(raw[CONTRACT_KEY], f"{where} contract")}
     contract = Contract.from_dict(raw[CONTRACT_KEY], f"{where} contract")
     layer = raw.get("transformer_layer_config")
     if not isinstance(layer, dict):
@@ -147,7 +148,6 @@ def parse_config(raw: dict[str, Any], where: str) -> tuple[DraftConfig, Contract
             standardise_taps=contract.tap_standardisation == "explicit",
             block_size=contract.block_size,
             mask_token_id=contract.mask_token_id,
-            embedding_scale=contract.embedding_scale,
             rope_parameters=contract.rope_parameters,
             max_position_embeddings=contract.max_position_embeddings,
             windows=contract.windows,

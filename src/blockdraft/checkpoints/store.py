@@ -27,7 +27,11 @@ from blockdraft.runtime import dtype_name
 from blockdraft.verifiers.base import Verifier
 
 WEIGHTS, CONFIG, PROVENANCE = "model.safetensors", "config.json", "provenance.json"
-INFORMATIVE = (("blockdraft", "verifier", "name"), ("speculators_config", "verifier", "name_or_path"))
+INFORMATIVE = (
+    ("blockdraft", "verifier", "name"),
+    ("blockdraft", "verifier", "revision"),
+    ("speculators_config", "verifier", "name_or_path"),
+)
 """Where the verifier lay. Names are for people; a folder that was moved is the same verifier."""
 
 

@@ -62,7 +62,7 @@ def _runner(verb: Verb) -> Any:
             print(json.dumps(result, ensure_ascii=False))
         else:
             verb.display(result)
-        if result.get("faults"):  # the command worked, and what it examined failed
+        if result.get("failures"):  # the command worked, and what it examined failed
             raise typer.Exit(1)
 
     return run

@@ -27,6 +27,12 @@ def _fields(rows: dict[str, Any], title: str | None = None) -> Table:
     return table
 
 
+def _failures(console: Console, result: dict[str, Any]) -> None:
+    """What was not proved, a red line each."""
+    for line in result["failures"]:
+        console.print(Text(f"not proved: {line}", "bold red"))
+
+
 def show_fields(result: dict[str, Any]) -> None:
     """A result as name and value."""
     _console().print(_fields(result))
@@ -114,6 +120,7 @@ def show_evaluation(result: dict[str, Any]) -> None:
         console.print(
             _fields(_proof_rows(proof, result["prompts"]), f"Decoded with K={k}, batch {proof['batch_size']}")
         )
+    _failures(console, result)
     console.print(f"{result['prompts']} prompts, {result['reply_tokens']} reply tokens; {result['machine']}")
 
 
@@ -160,12 +167,7 @@ def show_parity(result: dict[str, Any]) -> None:
                 cells[-1] = ""
             table.add_row(k, engine, *cells, f"{found['acceptance_length'][engine]:.3f}")
     console.print(table)
-    for k, found in result["k"].items():
-        if first := found["first_fault"]:
-            console.print(
-                f"[bold red]K={k}: prompt {first['prompt'] + 1}, {first['stage']} of the {first['engine']} engine at "
-                f"position {first['position']}: {first['found']} where {first['wanted']} is right[/bold red]"
-            )
+    _failures(console, result)
     verdict = "what is served is what was trained" if not result["faults"] else f"{result['faults']} faults"
     console.print(f"{verdict}; {result['machine']}")
 
@@ -206,6 +208,7 @@ def show_quickstart(result: dict[str, Any]) -> None:
     table.add_row("verifier", result["verifier_folder"])
     table.add_row("draft", result["checkpoint"])
     console.print(table)
+    _failures(console, result)
     console.print("\nNext:")
     for line in next_commands(result):
         console.print(f"  {line}", soft_wrap=True)

@@ -89,7 +89,7 @@ class BlockDraft(nn.Module):
     def embed(self, ids: Tensor) -> Tensor:
         """Embeddings [..., D] of verifier token ids, in the draft's compute dtype."""
         assert self._embedding is not None, "borrow() the verifier's tables first"
-        return self._embedding(ids).to(self.norm.weight.dtype) * self.config.embedding_scale
+        return self._embedding(ids).to(self.norm.weight.dtype)
 
     def predicted(self, hidden_NBD: Tensor) -> Tensor:
         """Hidden states of the slots that propose a token, [N, K, D]: proposal i is for position anchor + i + 1."""

@@ -86,7 +86,6 @@ class DraftConfig:
     """Whether taps are standardised before fusion (calibrated once on the data)."""
     block_size: int
     mask_token_id: int
-    embedding_scale: float
     rope_parameters: dict[str, Any]
     max_position_embeddings: int
     windows: tuple[int | None, ...]

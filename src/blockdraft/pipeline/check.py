@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from blockdraft.checkpoints.store import read_checkpoint
+from blockdraft.pipeline.loading import verifier_for
 from blockdraft.settings import CheckSettings
+from blockdraft.verifiers.hub import is_gguf
 from blockdraft.verifiers.identity import read_identity
-from blockdraft.verifiers.loading import is_gguf
 
 
 def check(settings: CheckSettings) -> dict[str, Any]:
@@ -19,12 +20,13 @@ def check(settings: CheckSettings) -> dict[str, Any]:
     """
     found = read_checkpoint(settings.checkpoint)
     contract = found.contract
-    given = settings.verifier_name_or_path
-    name = given or contract.verifier.name
-    compared = False
-    if given is not None or (Path(name).is_dir() and not is_gguf(name)):
-        contract.require_verifier(*read_identity(name))
-        compared = True
+    name, revision = verifier_for(contract, settings.verifier_name_or_path, settings.revision)
+    asked = settings.verifier_name_or_path is not None or settings.revision is not None
+    compared = matrices = False
+    if asked or (Path(name).is_dir() and not is_gguf(name)):
+        identity, final_norm, softcap = read_identity(name, settings.trust_remote_code, revision)
+        contract.require_verifier(identity, final_norm, softcap)
+        compared, matrices = True, contract.verifier.matrices_comparable(identity)
     return {
         "checkpoint": str(settings.checkpoint),
         "method": contract.method,
@@ -35,5 +37,6 @@ def check(settings: CheckSettings) -> dict[str, Any]:
         "parameters": sum(t.numel() for t in found.tensors.values() if t.is_floating_point()),
         "verifier": name,
         "verifier compared": compared,
+        "matrices compared": matrices,
         "verdict": "config, contract and weights agree" + (", and it is this verifier's" if compared else ""),
     }

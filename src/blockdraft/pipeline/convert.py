@@ -8,7 +8,8 @@ import torch
 
 from blockdraft.errors import InputError
 from blockdraft.settings import ConvertSettings
-from blockdraft.verifiers.loading import is_gguf, load_verifier, save_folder
+from blockdraft.verifiers.hub import is_gguf
+from blockdraft.verifiers.loading import load_verifier, save_folder
 
 
 def convert(settings: ConvertSettings) -> dict[str, Any]:

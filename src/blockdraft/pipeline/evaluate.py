@@ -16,14 +16,12 @@ from blockdraft.pipeline.loading import Pair, encode_all, heldout_or_file, load_
 from blockdraft.progress import progress
 from blockdraft.runtime import dtype_name, machine_description
 from blockdraft.settings import EvaluateSettings, SamplingSettings, resolved
-from blockdraft.verifiers.base import Verifier
-from blockdraft.verifiers.loading import load_verifier
 
 ONE_PASS_GROUP = 16  # documents whose verifier states are made together
 
 
 def evaluate(settings: EvaluateSettings) -> dict[str, Any]:
-    """Evaluate a checkpoint; the result is one JSON-ready object."""
+    """Evaluate a checkpoint; the result is one JSON-ready object whose `failures` say what was not proved."""
     conversations = heldout_or_file(settings.data_path, settings.workload, settings.max_prompts)
     pair = load_pair(settings)
     ks = settings.k or tuple(range(1, pair.contract.default_k + 1))
@@ -45,6 +43,7 @@ def evaluate(settings: EvaluateSettings) -> dict[str, Any]:
         "reply_tokens": sum(len(reply.tokens) for reply in plain),
         "disagreements": sum(outcome.disagreements for outcome in outcomes),
         "acceptance": {str(k): counts_json(counts_of(outcomes, k)) for k in ks},
+        "failures": [],
         "settings": resolved(settings),
     }
     if settings.decode:
@@ -52,6 +51,9 @@ def evaluate(settings: EvaluateSettings) -> dict[str, Any]:
         result["decoding"] = {
             str(k): prove_by_decoding(pair, prompts, k, sampling, settings.batch_size, threshold=threshold) for k in ks
         }
+        result["failures"] += [
+            f"K={k}: {line}" for k, proof in result["decoding"].items() for line in proof["failures"]
+        ]
     return result
 
 
@@ -65,6 +67,32 @@ def one_pass(pair: Pair, replies: Sequence[Reply], ks: Sequence[int], threshold:
             outcomes += one_pass_acceptance(pair.verifier, pair.draft, group, ks, threshold)
             advance(len(group))
     return outcomes
+
+
+def proof_failures(
+    prompts: int, wrong: int, outcomes: Sequence[OnePass], drafted: Sequence[Reply], k: int, exact: bool
+) -> list[str]:
+    """What a proof by decoding did not prove, a line each.
+
+    Args:
+        wrong: replies with the draft that are not the verifier's own and not near-ties either.
+        exact: in float32; in half precision rounds may differ wherever two proposals nearly tie.
+    """
+    lines = []
+    if wrong:
+        lines.append(f"{wrong} of {prompts} replies with the draft are not the verifier's own")
+    if not exact:
+        return lines
+    if other := prompts - num_same_rounds(outcomes, drafted, k):
+        lines.append(f"{other} of {prompts} replies took other rounds than one pass predicts")
+    if foreign := sum(outcome.disagreements for outcome in outcomes):
+        lines.append(f"{foreign} tokens decoded without the draft are not the most likely ones in one pass")
+    return lines
+
+
+def num_same_rounds(outcomes: Sequence[OnePass], drafted: Sequence[Reply], k: int) -> int:
+    """Replies whose rounds are those that one pass predicts."""
+    return sum(outcome.rounds[k] == reply.rounds for outcome, reply in zip(outcomes, drafted, strict=True))
 
 
 def counts_of(outcomes: Sequence[OnePass], k: int) -> AcceptanceCounts:
@@ -101,30 +129,30 @@ def prove_by_decoding(
     with progress(f"decoding both ways, K={k}", len(prompts)) as advance:
         both = compare(plain_engine, draft_engine, prompts, batch_size, advance)
     outcomes = one_pass(pair, both.plain, sorted({k, *ks}), threshold)
-    same_rounds = sum(outcome.rounds[k] == reply.rounds for outcome, reply in zip(outcomes, both.drafted, strict=True))
-    found = explained_differences(pair.verifier, both.plain, both.drafted)
+    found = explained_differences(pair, both.plain, both.drafted)
+    ties = sum(difference.is_tie for difference in found)
+    exact = pair.verifier.dtype == torch.float32
     decoded = AcceptanceCounts.of([r for reply in both.drafted for r in reply.rounds], k)
     return {
+        "failures": proof_failures(len(prompts), len(found) - ties, outcomes, both.drafted, k, exact),
         "batch_size": batch_size,
         "plain_tokens_per_second": both.plain_rate,
         "draft_tokens_per_second": both.drafted_rate,
         "speedup": both.speedup,
         "identical": len(prompts) - len(found),
-        "ties": sum(difference.is_tie for difference in found),
-        "faults": sum(not difference.is_tie for difference in found),
+        "ties": ties,
+        "faults": len(found) - ties,
         "tie_bound": max((d.bound for d in found), default=0.0),
         "largest_gap": max((d.gap for d in found if d.gap is not None), default=0.0),
-        "same_rounds_as_one_pass": same_rounds,
+        "same_rounds_as_one_pass": num_same_rounds(outcomes, both.drafted, k),
         "acceptance_length": decoded.acceptance_length,
         "one_pass": {str(each): counts_json(counts_of(outcomes, each)) for each in sorted({k, *ks})},
     }
 
 
-def explained_differences(verifier: Verifier, plain: Sequence[Reply], drafted: Sequence[Reply]) -> list[Difference]:
+def explained_differences(pair: Pair, plain: Sequence[Reply], drafted: Sequence[Reply]) -> list[Difference]:
     """Differences between two sets of replies, with float32 gaps; a float32 verifier is loaded only if needed."""
     if all(a.tokens == b.tokens for a, b in zip(plain, drafted, strict=True)):
         return []
-    exact = verifier
-    if verifier.dtype != torch.float32:
-        exact = load_verifier(verifier.identity.name, torch.float32, str(verifier.device))
-    return differences(exact, plain, drafted, tie_bound(exact, verifier, plain))
+    exact = pair.exact_verifier()
+    return differences(exact, plain, drafted, tie_bound(exact, pair.verifier, plain))

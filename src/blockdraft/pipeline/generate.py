@@ -6,18 +6,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from blockdraft.checkpoints.store import read_contract
 from blockdraft.data.conversations import Messages
 from blockdraft.data.prompts import encode_prompt, read_prompts
 from blockdraft.decoding.engine import DecodingEngine, Reply
 from blockdraft.errors import InputError
 from blockdraft.ops.acceptance import AcceptanceCounts
-from blockdraft.pipeline.loading import chat_mode_of, encode_all, load_pair, require_confidence
+from blockdraft.pipeline.loading import chat_mode_of, encode_all, load_pair, require_confidence, verifier_for
 from blockdraft.pipeline.serve import servable_verifier
 from blockdraft.serving.client import EngineClient
 from blockdraft.settings import GenerateSettings
+from blockdraft.verifiers.text_side import read_text_side
 
 Show = Callable[[Any, Reply], None]
 """Called with the tokenizer and a reply that has grown."""
@@ -67,7 +66,9 @@ def _on_server(settings: GenerateSettings, conversations: list[Messages], show: 
         if value is not None:
             raise InputError(flag, value, "the running server decides; leave it out with --engine vllm")
     contract = read_contract(settings.checkpoint)
-    tokenizer = AutoTokenizer.from_pretrained(servable_verifier(contract, settings.verifier_name_or_path))
+    name = servable_verifier(contract, settings.verifier_name_or_path)
+    _, revision = verifier_for(contract, settings.verifier_name_or_path, settings.revision)
+    tokenizer = read_text_side(name, settings.trust_remote_code, revision).tokenizer
     mode = chat_mode_of(settings.checkpoint, settings.thinking)
     prompts = [encode_prompt(tokenizer, conversation, mode) for conversation in conversations]
     sampling = {
@@ -76,7 +77,7 @@ def _on_server(settings: GenerateSettings, conversations: list[Messages], show: 
     }  # fmt: skip
     stop_ids = [] if settings.ignore_eos or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     replies = []
-    with EngineClient(settings.endpoint) as client:
+    with EngineClient(settings.endpoint, settings.model) as client:
         before, start = client.counters(), time.perf_counter()
         for index, prompt in enumerate(prompts):
             reply = Reply(index, prompt, settings.max_new_tokens)

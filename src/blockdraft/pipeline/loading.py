@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from blockdraft.checkpoints.store import load_draft, read_contract, trained_chat
-from blockdraft.contract import Contract
+from blockdraft.contract import Contract, VerifierIdentity
 from blockdraft.data.conversations import Messages
 from blockdraft.data.prompts import encode_prompt, read_prompts
 from blockdraft.data.templates import ChatMode
@@ -29,17 +29,43 @@ def verifier_of(settings: VerifierSettings) -> Verifier:
         resolve_dtype(settings.dtype),
         settings.device,
         settings.trust_remote_code,
+        settings.revision,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A draft with the verifier it was trained for."""
+    """A draft with the verifier it was trained for.
+
+    Attributes:
+        trust_remote_code: whether the verifier's own code may be run, should it be loaded again.
+    """
 
     verifier: Verifier
     draft: BlockDraft
     contract: Contract
     mode: ChatMode = ChatMode()
+    trust_remote_code: bool = False
+
+    def exact_verifier(self) -> Verifier:
+        """The verifier in float32, loaded anew if it computes in something else."""
+        if self.verifier.dtype == torch.float32:
+            return self.verifier
+        name, revision = recorded_verifier(self.verifier.identity)
+        return load_verifier(name, torch.float32, str(self.verifier.device), self.trust_remote_code, revision)
+
+
+def recorded_verifier(identity: VerifierIdentity) -> tuple[str, str | None]:
+    """Name and revision under which a verifier is found again; a folder has no revision."""
+    return identity.name, None if Path(identity.name).exists() else identity.revision
+
+
+def verifier_for(contract: Contract, name: str | None, revision: str | None) -> tuple[str, str | None]:
+    """Name and revision of the verifier of a checkpoint: what was given, else what the checkpoint recorded."""
+    if name is not None:
+        return name, revision
+    recorded, its_revision = recorded_verifier(contract.verifier)
+    return recorded, revision or its_revision
 
 
 def chat_mode_of(checkpoint: Path, thinking: str) -> ChatMode:
@@ -60,11 +86,12 @@ def load_pair(settings: CheckpointSettings) -> Pair:
     """Load a checkpoint and its verifier; "auto" is the dtype the draft was trained in, where the processor has it."""
     limit_threads(settings.threads)
     contract = read_contract(settings.checkpoint)
-    name = settings.verifier_name_or_path or contract.verifier.name
+    name, revision = verifier_for(contract, settings.verifier_name_or_path, settings.revision)
     dtype = trained_dtype(settings.dtype, contract)
-    verifier = load_verifier(name, dtype, settings.device, settings.trust_remote_code)
+    verifier = load_verifier(name, dtype, settings.device, settings.trust_remote_code, revision)
     draft, contract = load_draft(settings.checkpoint, verifier, dtype)
-    return Pair(verifier, draft, contract, chat_mode_of(settings.checkpoint, settings.thinking))
+    mode = chat_mode_of(settings.checkpoint, settings.thinking)
+    return Pair(verifier, draft, contract, mode, settings.trust_remote_code)
 
 
 def require_confidence(pair: Pair, threshold: float) -> None:

@@ -16,7 +16,7 @@ from blockdraft.decoding.one_pass import document_proposals
 from blockdraft.decoding.slot_gaps import SlotGaps
 from blockdraft.errors import InputError
 from blockdraft.ops.acceptance import AcceptanceCounts, Round
-from blockdraft.pipeline.loading import Pair, encode_all, heldout_or_file, load_pair
+from blockdraft.pipeline.loading import Pair, encode_all, heldout_or_file, load_pair, verifier_for
 from blockdraft.pipeline.serve import servable_verifier
 from blockdraft.progress import progress, say
 from blockdraft.runtime import dtype_name, machine_description
@@ -46,7 +46,7 @@ from blockdraft.settings import ParitySettings, SamplingSettings, resolved
 
 
 def parity(settings: ParitySettings) -> dict[str, Any]:
-    """Compare; `faults` of the result is 0 when what is served is what was trained."""
+    """Compare; `failures` of the result is empty when what is served is what was trained."""
     conversations = heldout_or_file(settings.data_path, settings.workload, settings.max_prompts)
     pair = load_pair(settings)
     ks = settings.k or (pair.contract.default_k,)
@@ -70,9 +70,19 @@ def parity(settings: ParitySettings) -> dict[str, Any]:
         "engine": settings.endpoint or "in process",
         "k": results,
         "faults": sum(result["faults"] for result in results.values()),
+        "failures": [_first_line(k, result) for k, result in results.items() if result["faults"]],
         "machine": machine_description(),
         "settings": resolved(settings),
     }
+
+
+def _first_line(k: str, result: dict[str, Any]) -> str:
+    """The first mismatch of one K, in a line."""
+    first = result["first_fault"]
+    return (
+        f"K={k}: prompt {first['prompt'] + 1}, {first['stage']} of the {first['engine']} engine at position "
+        f"{first['position']}: {first['found']} where {first['wanted']} is right ({result['faults']} in all)"
+    )
 
 
 def _in_float32(settings: ParitySettings) -> ParitySettings:
@@ -168,12 +178,16 @@ class _Stage:
             # Blocks reach beyond the last token, and the engine stops drafting where its context ends.
             max_model_len=min(room + 2 * contract.block_size, self.pair.verifier.context_length),
             speculative=speculative_config(settings.checkpoint.resolve(), contract, k, v1_runner),
-            engine=DETAILED | ({} if settings.compile else {"enforce_eager": True}),
+            engine=DETAILED | self._origin() | ({} if settings.compile else {"enforce_eager": True}),
         )
+
+    def _origin(self) -> dict[str, Any]:
+        _, revision = verifier_for(self.pair.contract, self.settings.verifier_name_or_path, self.settings.revision)
+        return {"revision": revision, "trust_remote_code": self.settings.trust_remote_code}
 
     def _from_server(self, url: str) -> Decoded:
         stop_ids = sorted(self.pair.verifier.stop_ids)
-        with EngineClient(url) as client:
+        with EngineClient(url, self.settings.model) as client:
             before = client.counters()
             with ThreadPoolExecutor(self.settings.max_num_seqs) as pool:
                 futures = [

@@ -28,7 +28,7 @@ ENCODER_LENGTH, DECODER_LENGTH = 1024, 2048  # default limits of a text, with an
 def prepare(settings: PrepareSettings) -> dict[str, Any]:
     """Make a data folder, or a preview of one."""
     sources = parse_sources(settings.source, settings.converter)
-    text_side = read_text_side(settings.verifier_name_or_path, settings.trust_remote_code)
+    text_side = read_text_side(settings.verifier_name_or_path, settings.trust_remote_code, settings.revision)
     facts = _facts(settings, sources, text_side)
     if settings.preview:
         return _preview(settings, sources, text_side, _encoder(facts, text_side))

@@ -22,7 +22,7 @@ from blockdraft.decoding.identity import TIE_CEILING
 from blockdraft.fingerprint import fingerprint
 from blockdraft.folders import read_json, write_json
 from blockdraft.ops.acceptance import AcceptanceCounts
-from blockdraft.pipeline.evaluate import one_pass, prove_by_decoding
+from blockdraft.pipeline.evaluate import num_same_rounds, one_pass, proof_failures, prove_by_decoding
 from blockdraft.pipeline.loading import Pair, encode_all, load_pair
 from blockdraft.pipeline.prepare import prepare
 from blockdraft.pipeline.regenerate import regenerate
@@ -42,9 +42,11 @@ from blockdraft.settings import (
 from blockdraft.training.creation import free_control_tokens
 from blockdraft.training.trainer import LAST, SUMMARY, Trainer
 from blockdraft.verifiers.base import Verifier
-from blockdraft.verifiers.loading import is_gguf, load_verifier, save_folder, source_digest
+from blockdraft.verifiers.hub import is_gguf, require_hub_id
+from blockdraft.verifiers.loading import load_verifier, save_folder, source_digest
 
 EXACT_K, SHOWN_KS = 7, (3, 7)
+RESULT_FORMAT = 2  # 2: `failures`
 TIE_RULE = "measured bound"  # part of what determines a result: results of another rule are not reused
 REGENERATE_BATCH = 64
 TRAIN_SHARE = 0.95  # few prompts: most of them are needed for training
@@ -59,6 +61,13 @@ class _Run:
     verifier_folder: str
     dtype: torch.dtype
 
+    def origin(self) -> dict[str, Any]:
+        """Settings of every command that names the verifier."""
+        return {"trust_remote_code": self.settings.trust_remote_code, "revision": self.settings.revision}
+
+    def load(self) -> Verifier:
+        return load_verifier(self.verifier_folder, self.dtype, self.settings.device, **self.origin())
+
 
 def quickstart(settings: QuickstartSettings) -> dict[str, Any]:
     """Run what is missing of the loop and return its result as one JSON-ready object."""
@@ -66,7 +75,7 @@ def quickstart(settings: QuickstartSettings) -> dict[str, Any]:
     root = settings.save_path.resolve()
     run = _Run(settings, root, _verifier_folder(settings, root), resolve_dtype(settings.dtype))
     heldout = workload_prompts(settings.workload)[1][: settings.max_heldout or None]
-    verifier = _Lazy(lambda: load_verifier(run.verifier_folder, run.dtype, settings.device))
+    verifier = _Lazy(run.load)
     data = _data(run, verifier)
     say(f"[2/4] training a {settings.method} draft for about {settings.minutes:g} minutes")
     checkpoint = _train(run, verifier, data)
@@ -90,6 +99,7 @@ class _Lazy:
 def _verifier_folder(settings: QuickstartSettings, root: Path) -> str:
     """A folder that transformers and vLLM load; a GGUF verifier is unpacked into one."""
     name = settings.verifier_name_or_path
+    require_hub_id(name, settings.revision)
     if not is_gguf(name):
         return str(Path(name).resolve()) if Path(name).is_dir() else name
     folder = root / f"verifier-{source_digest(name)}"
@@ -104,12 +114,12 @@ def _data(run: _Run, verifier: _Lazy) -> Path:
     settings = run.settings
     amount = f"@{settings.max_prompts}" if settings.max_prompts else ""
     source = f"{settings.workload}=builtin/{settings.workload}{amount}"
-    prompts = run.root / f"prompts-{fingerprint([run.verifier_folder, source, TRAIN_SHARE])}"
+    prompts = run.root / f"prompts-{fingerprint([run.verifier_folder, settings.revision, source, TRAIN_SHARE])}"
     data = run.root / f"data-{fingerprint([prompts.name, dtype_name(run.dtype), settings.max_new_tokens])}"
     prepared = prepare(
         PrepareSettings(
             verifier_name_or_path=run.verifier_folder, source=(source,), save_path=prompts, prompts_only=True,
-            train_data_ratio=TRAIN_SHARE,
+            train_data_ratio=TRAIN_SHARE, **run.origin(),
         )
     )  # fmt: skip
     say(f"[1/4] the verifier's own replies to {prepared['documents']} prompts")
@@ -119,7 +129,7 @@ def _data(run: _Run, verifier: _Lazy) -> Path:
     wanted = RegenerateSettings(
         verifier_name_or_path=run.verifier_folder, dtype=dtype_name(run.dtype), device=settings.device,
         threads=settings.threads, data_path=prompts, save_path=data, max_new_tokens=settings.max_new_tokens,
-        batch_size=REGENERATE_BATCH,
+        batch_size=REGENERATE_BATCH, **run.origin(),
     )  # fmt: skip
     regenerate(wanted, verifier())
     return data
@@ -144,6 +154,7 @@ def _train_settings(
         speculator_type=settings.method,
         mask_token_id=mask,
         seed=settings.seed,
+        **run.origin(),
     )
 
 
@@ -179,7 +190,7 @@ _TRAIN_DEFAULTS = {
 
 def _measure(run: _Run, checkpoint: Path, heldout: list) -> dict[str, Any]:
     settings = run.settings
-    facts = [heldout, settings.max_new_tokens, dtype_name(run.dtype), TIE_CEILING, TIE_RULE]
+    facts = [heldout, settings.max_new_tokens, dtype_name(run.dtype), TIE_CEILING, TIE_RULE, RESULT_FORMAT]
     record = checkpoint.parent / f"results-{fingerprint(facts)}.json"
     if record.is_file():
         say("      done before")
@@ -204,6 +215,10 @@ def _measure(run: _Run, checkpoint: Path, heldout: list) -> dict[str, Any]:
         "tokens_per_second": {"plain": speed["plain_tokens_per_second"], "draft": speed["draft_tokens_per_second"]},
         "float32": exact,
         "served_dtype": speed,
+        "failures": [
+            *(f"float32: {line}" for line in exact["failures"]),
+            *(f"{dtype_name(run.dtype)}: {line}" for line in speed["failures"]),
+        ],
         "machine": machine_description(),
         "settings": resolved(settings),
     }
@@ -213,8 +228,9 @@ def _measure(run: _Run, checkpoint: Path, heldout: list) -> dict[str, Any]:
 
 def _pair(run: _Run, checkpoint: Path, dtype: str) -> Pair:
     settings = CheckpointSettings(
-        checkpoint=checkpoint, verifier_name_or_path=run.verifier_folder, dtype=dtype, device=run.settings.device
-    )
+        checkpoint=checkpoint, verifier_name_or_path=run.verifier_folder, dtype=dtype, device=run.settings.device,
+        **run.origin(),
+    )  # fmt: skip
     return load_pair(settings)
 
 
@@ -226,11 +242,11 @@ def _exactness(run: _Run, checkpoint: Path, heldout: list, sampling: SamplingSet
         plain = DecodingEngine(pair.verifier, None, 0, sampling).generate(prompts, 16, on_done=advance)
         drafted = DecodingEngine(pair.verifier, pair.draft, EXACT_K, sampling).generate(prompts, 16, on_done=advance)
     outcomes = one_pass(pair, plain, [EXACT_K])
+    identical = sum(a.tokens == b.tokens for a, b in zip(plain, drafted, strict=True))
     return {
-        "identical": sum(a.tokens == b.tokens for a, b in zip(plain, drafted, strict=True)),
-        "same_rounds_as_one_pass": sum(
-            outcome.rounds[EXACT_K] == reply.rounds for outcome, reply in zip(outcomes, drafted, strict=True)
-        ),
+        "failures": proof_failures(len(prompts), len(prompts) - identical, outcomes, drafted, EXACT_K, exact=True),
+        "identical": identical,
+        "same_rounds_as_one_pass": num_same_rounds(outcomes, drafted, EXACT_K),
         "acceptance_length": AcceptanceCounts.of(
             [r for reply in drafted for r in reply.rounds], EXACT_K
         ).acceptance_length,

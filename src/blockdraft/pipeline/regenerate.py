@@ -6,12 +6,15 @@ Every reply is in a journal as soon as it is there; the folder appears when it i
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from blockdraft.contract import VerifierIdentity
 from blockdraft.data.accounts import Accounts
 from blockdraft.data.conversations import Conversation, RowError, reply_turns
 from blockdraft.data.journal import Journal
@@ -24,16 +27,18 @@ from blockdraft.fingerprint import already_made, file_hash, fingerprint
 from blockdraft.folders import read_json, replacing, require_free, write_json
 from blockdraft.pipeline.loading import verifier_of
 from blockdraft.pipeline.prepare import chat_template
+from blockdraft.progress import say
 from blockdraft.runtime import dtype_name
+from blockdraft.serving.probe import PROMPTS, require_author
 from blockdraft.serving.replies import Server, find_server
 from blockdraft.serving.replies import write_replies as ask_for_replies
 from blockdraft.settings import RegenerateSettings, SamplingSettings
 from blockdraft.verifiers.base import Verifier
-from blockdraft.verifiers.identity import read_identity
-from blockdraft.verifiers.loading import is_gguf
+from blockdraft.verifiers.hub import is_gguf
 from blockdraft.verifiers.text_side import TextSide, read_text_side
 
 _JOURNAL = ".replies."
+_PROBED_ROWS = 64  # rows of the data among which a server's probes are chosen
 # What prepared data state and regenerated data keep.
 _KEPT_FACTS = (
     "thinking", "tools", "rewritten_history", "max_source_length", "max_length", "tokenizer", "chat_template",
@@ -48,12 +53,15 @@ def regenerate(settings: RegenerateSettings, verifier: Verifier | None = None) -
         verifier: one that is loaded already; else the one the settings name.
     """
     prepared = read_json(settings.data_path / RECORD, "--data-path")
-    text_side = read_text_side(settings.verifier_name_or_path, settings.trust_remote_code)
+    text_side = read_text_side(settings.verifier_name_or_path, settings.trust_remote_code, settings.revision)
     _require_same_text(settings, prepared["facts"], text_side)
-    server = find_server(settings.endpoint) if settings.endpoint else None
+    server = find_server(settings.endpoint, settings.model) if settings.endpoint else None
     if server is None:
         verifier = verifier or verifier_of(settings)
-    facts = _facts(settings, prepared, verifier, server)
+        author: VerifierIdentity | None = verifier.identity
+    else:
+        author = _author(settings, server, prepared["facts"], text_side)
+    facts = _facts(settings, prepared, author, server, verifier)
     if already_made(settings.save_path / RECORD, facts, "--save-path"):
         return {**read_json(settings.save_path / RECORD, "--save-path"), "folder": str(settings.save_path)}
     require_free(settings.save_path, "--save-path", own=_JOURNAL)
@@ -82,27 +90,67 @@ def _require_same_text(settings: RegenerateSettings, facts: dict[str, Any], text
             )
 
 
+def _author(
+    settings: RegenerateSettings, server: Server, facts: dict[str, Any], text_side: TextSide
+) -> VerifierIdentity | None:
+    """Who is proved to answer behind an address; None where nobody looked, or the verifier cannot be loaded here."""
+    if is_gguf(settings.verifier_name_or_path):
+        raise InputError(
+            "--verifier-name-or-path", settings.verifier_name_or_path,
+            "a server reads a folder; unpack it with blockdraft convert and name that folder",
+        )  # fmt: skip
+    if not settings.probe:
+        say(f"{server.model} at {server.url} was not probed: the data will have an unknown author")
+        return None
+    try:
+        exact = verifier_of(dataclasses.replace(settings, dtype="float32"))
+    except (InputError, MemoryError) as error:
+        say(f"{server.model} at {server.url} cannot be probed, the data will have an unknown author: {error}")
+        return None
+    template = chat_template(text_side, facts)
+    require_author(
+        server, _probes(settings, facts, template), template, settings, exact,
+        lambda: verifier_of(dataclasses.replace(settings, dtype="bfloat16")),
+    )  # fmt: skip
+    return exact.identity
+
+
+def _probes(settings: RegenerateSettings, facts: dict[str, Any], template: ChatTemplate) -> list[Request]:
+    """The shortest of the first prompts of the data."""
+    found: list[Request] = []
+    for row in read_table(settings.data_path, "--data-path").select(["id", "part", "conversation"]).to_pylist():
+        if row["part"] or row["conversation"] is None:
+            continue
+        with contextlib.suppress(RowError):
+            conversation = Conversation.from_json(row["conversation"])
+            request = next_request(conversation, row["id"], 0, template, facts["max_source_length"])
+            found += [request] if request is not None else []
+        if len(found) >= _PROBED_ROWS:
+            break
+    return sorted(found, key=lambda request: (len(request.prompt), request.id))[:PROMPTS]
+
+
 def _facts(
-    settings: RegenerateSettings, prepared: dict[str, Any], verifier: Verifier | None, server: Server | None
+    settings: RegenerateSettings,
+    prepared: dict[str, Any],
+    author: VerifierIdentity | None,
+    server: Server | None,
+    verifier: Verifier | None,
 ) -> dict[str, Any]:
-    """Everything that determines the result."""
-    if verifier is None:
-        if is_gguf(settings.verifier_name_or_path):
-            raise InputError(
-                "--verifier-name-or-path", settings.verifier_name_or_path,
-                "a server reads a folder; unpack it with blockdraft convert and name that folder",
-            )  # fmt: skip
-        identity = read_identity(settings.verifier_name_or_path)[0]
-        written_by: dict[str, Any] = {"engine": "server"}
-    else:
-        identity = verifier.identity
-        written_by = {"engine": "in process", "dtype": dtype_name(verifier.dtype), "batch_size": settings.batch_size}
+    """Everything that determines the result; `verifier` stands in it only where that is known to be the author."""
+    written_by: dict[str, Any]
     if server is not None:
-        written_by["model"] = server.model
+        written_by = {"engine": "server", "model": server.model}
+    else:
+        assert verifier is not None
+        written_by = {"engine": "in process", "dtype": dtype_name(verifier.dtype), "batch_size": settings.batch_size}
+    if author is None:
+        written_by["author"] = "unknown"
+    else:
+        written_by["verifier"] = {name: getattr(author, name) for name in author.COMPARED}
     drawn = {name: getattr(settings, name) for name in ("top_k", "top_p", "seed")} if settings.temperature else {}
     return {
         "data": prepared["digest"],
-        "verifier": {name: getattr(identity, name) for name in identity.COMPARED},
         **{name: prepared["facts"][name] for name in _KEPT_FACTS},
         **written_by,
         **{name: getattr(settings, name) for name in ("max_new_tokens", "temperature", "drop_truncated")},

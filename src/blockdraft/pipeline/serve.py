@@ -8,13 +8,13 @@ from typing import Any
 from blockdraft.checkpoints.store import read_checkpoint
 from blockdraft.contract import Contract
 from blockdraft.errors import InputError
-from blockdraft.pipeline.loading import chat_mode_of, trained_dtype
+from blockdraft.pipeline.loading import chat_mode_of, trained_dtype, verifier_for
 from blockdraft.progress import say
 from blockdraft.runtime import dtype_name
 from blockdraft.serving.launcher import Launch, launch, serve_until_stopped
 from blockdraft.settings import ServeSettings
+from blockdraft.verifiers.hub import is_gguf
 from blockdraft.verifiers.identity import read_identity
-from blockdraft.verifiers.loading import is_gguf
 
 
 def serve(settings: ServeSettings) -> dict[str, Any]:
@@ -34,7 +34,9 @@ def planned(settings: ServeSettings) -> Launch:
     verifier = servable_verifier(contract, settings.verifier_name_or_path)
     k = contract.default_k if settings.k is None else settings.k
     contract.require_k(k)
-    contract.require_verifier(*read_identity(verifier))
+    _, revision = verifier_for(contract, settings.verifier_name_or_path, settings.revision)
+    contract.require_verifier(*read_identity(verifier, settings.trust_remote_code, revision))
+    origin = [*(("--revision", revision) if revision else ()), *(("--trust-remote-code",) * settings.trust_remote_code)]
     return launch(
         settings.checkpoint.resolve(),
         found.config,
@@ -47,7 +49,7 @@ def planned(settings: ServeSettings) -> Launch:
         threads=settings.threads,
         record=settings.record,
         template_options=chat_mode_of(settings.checkpoint, settings.thinking).options(),
-        engine_arguments=settings.engine_arguments,
+        engine_arguments=(*origin, *settings.engine_arguments),
     )
 
 

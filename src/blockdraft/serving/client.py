@@ -24,18 +24,30 @@ COUNTERS = {
 TIMEOUT_SECONDS = 600.0  # for one request: a long reply on a processor
 
 
-def served_model(http: httpx.Client, kind: str, endpoint: str, field: str = "--endpoint") -> dict[str, Any]:
-    """The first model that a server serves: its `id` and `owned_by`.
+def served_model(http: httpx.Client, kind: str, endpoint: str, wanted: str | None) -> dict[str, Any]:
+    """A model that a server serves: its `id` and `owned_by`.
+
+    Args:
+        wanted: its name there; None: the only one.
 
     Raises:
-        InputError: nobody answers there, or nobody who speaks the interface of a server of this kind.
+        InputError: nobody answers there, or nobody who speaks the interface of a server of this kind; or it serves no
+            such model, or several and none is named.
     """
     try:
-        model = http.get("/v1/models").raise_for_status().json()["data"][0]
-        return {"id": str(model["id"]), "owned_by": model.get("owned_by")}
-    except (httpx.HTTPError, KeyError, IndexError, TypeError, ValueError) as error:
+        entries = http.get("/v1/models").raise_for_status().json()["data"]
+        models = {str(entry["id"]): entry.get("owned_by") for entry in entries}
+        if not models:
+            raise ValueError("it serves no model")
+    except (httpx.HTTPError, KeyError, TypeError, ValueError, AttributeError) as error:
         line = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        raise InputError(field, endpoint, f"no {kind} server answers there ({line})") from None
+        raise InputError("--endpoint", endpoint, f"no {kind} server answers there ({line})") from None
+    if wanted is None and len(models) > 1:
+        raise InputError("--model", "missing", f"{endpoint} serves several; name one of {', '.join(models)}")
+    if wanted is not None and wanted not in models:
+        raise InputError("--model", wanted, f"{endpoint} serves {', '.join(models)}")
+    model = wanted if wanted is not None else next(iter(models))
+    return {"id": model, "owned_by": models[model]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +70,16 @@ class EngineClient:
 
     Args:
         url: such as http://127.0.0.1:8000.
+        model: its name there; None: the only one that it serves.
 
     Raises:
-        InputError: nobody answers there.
+        InputError: nobody answers there, or not with this model.
     """
 
-    def __init__(self, url: str, field: str = "--endpoint") -> None:
+    def __init__(self, url: str, model: str | None = None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._http = httpx.Client(base_url=self.url, timeout=TIMEOUT_SECONDS, trust_env=False)
-        self.model: str = served_model(self._http, "vLLM", url, field)["id"]
+        self.model: str = served_model(self._http, "vLLM", url, model)["id"]
 
     def __enter__(self) -> EngineClient:
         return self

@@ -62,12 +62,6 @@ class BlockDraftBackbone(DFlashQwen3Model):
     def __init__(self, *, vllm_config: VllmConfig, start_layer_id: int = 0, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, start_layer_id=start_layer_id, prefix=prefix)
         del self.fc, self.hidden_norm
-        self._embedding_scale = checkpoint_facts(self.config)[0].embedding_scale
-
-    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        """Rows of the verifier's table, times the scale that its family applies outside of the table."""
-        embedded = super().embed_input_ids(input_ids)
-        return embedded if self._embedding_scale == 1 else embedded * self._embedding_scale
 
     def _build_context_kv_buffers(self, layers_attn: list[Any], has_bias: bool) -> None:
         """Stack each layer's key and value projection of the context, [Y, 2 * K * H, D]."""

@@ -48,16 +48,19 @@ class Server:
     gives_ids: bool
 
 
-def find_server(endpoint: str) -> Server:
+def find_server(endpoint: str, model: str | None) -> Server:
     """Ask who answers.
 
+    Args:
+        model: which of its models is the verifier; None: the only one.
+
     Raises:
-        InputError: nobody, or nobody who speaks the interface.
+        InputError: nobody, or nobody who speaks the interface or serves this model.
     """
     url = endpoint.rstrip("/").removesuffix("/v1")
     with httpx.Client(base_url=url, timeout=30, trust_env=False, headers=_headers()) as http:
-        model = served_model(http, "OpenAI-compatible", endpoint)
-    return Server(url, model["id"], model["owned_by"] == "vllm")
+        found = served_model(http, "OpenAI-compatible", endpoint, model)
+    return Server(url, found["id"], found["owned_by"] == "vllm")
 
 
 def write_replies(

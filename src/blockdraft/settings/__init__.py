@@ -6,7 +6,13 @@ recipe file, then default. Values are checked where they are made, before any wo
 """
 
 from blockdraft.settings.base import build, flag_name, read_recipe, resolved
-from blockdraft.settings.common import CheckpointSettings, ComputeSettings, SamplingSettings, VerifierSettings
+from blockdraft.settings.common import (
+    CheckpointSettings,
+    ComputeSettings,
+    OriginSettings,
+    SamplingSettings,
+    VerifierSettings,
+)
 from blockdraft.settings.data import TRAIN_DATA_RATIO, ConvertSettings, PrepareSettings, RegenerateSettings
 from blockdraft.settings.draft import DEFAULT_LOSS, DEFAULT_NUM_TAPS, DraftSettings, ObjectiveSettings
 from blockdraft.settings.serving import CheckSettings, ParitySettings, ServeSettings
@@ -25,6 +31,7 @@ __all__ = [
     "EvaluateSettings",
     "GenerateSettings",
     "ObjectiveSettings",
+    "OriginSettings",
     "ParitySettings",
     "PrepareSettings",
     "QuickstartSettings",

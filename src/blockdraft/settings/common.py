@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from blockdraft.settings.base import at_least, check, one_of, required, setting
 
@@ -14,7 +14,17 @@ VERIFIER_HELP = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComputeSettings:
+class OriginSettings:
+    """What of a verifier's repository is taken, and whether its code is run."""
+
+    PANEL: ClassVar[str] = "Verifier"
+
+    trust_remote_code: bool = setting(False, "run code that comes with the verifier")
+    revision: str | None = setting(None, "branch, tag or commit of the verifier's hub id")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeSettings(OriginSettings):
     """Where and how tensors are computed."""
 
     PANEL: ClassVar[str] = "Where and how it is computed"
@@ -22,7 +32,6 @@ class ComputeSettings:
     dtype: str = setting("auto", "float32, bfloat16 or auto (bfloat16 where the processor has it)")
     device: str = setting("cpu", "torch device: cpu, cuda, cuda:1, ..., or auto (a GPU where there is one)")
     threads: int = setting(0, "processor threads; 0 lets torch choose")
-    trust_remote_code: bool = setting(False, "run code that comes with the verifier")
 
     def __post_init__(self) -> None:
         one_of(self, "dtype", ("auto", "float32", "bfloat16"))
@@ -36,6 +45,14 @@ class VerifierSettings(ComputeSettings):
     PANEL: ClassVar[str] = "Verifier"
 
     verifier_name_or_path: str = setting("smollm2-135m-instruct", VERIFIER_HELP)
+
+
+MODEL_HELP = "name under which the server at --endpoint serves the verifier; default: the only one it serves"
+
+
+def require_endpoint(settings: Any) -> None:
+    """Reject the name of a served model where no server is asked."""
+    check(settings.model is None or settings.endpoint is not None, "model", settings.model, "belongs to --endpoint")
 
 
 THINKING_HELP = "tell the chat template to think: on, off, auto (its default) or trained (as in the draft's data)"

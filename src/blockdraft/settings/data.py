@@ -7,12 +7,18 @@ from pathlib import Path
 from typing import ClassVar
 
 from blockdraft.settings.base import at_least, check, one_of, required, setting
-from blockdraft.settings.common import VERIFIER_HELP, VerifierSettings
+from blockdraft.settings.common import MODEL_HELP, VERIFIER_HELP, OriginSettings, VerifierSettings, require_endpoint
 
 TRAIN_DATA_RATIO = 0.9  # share of the texts to train on, where nothing else is said
 REWRITTEN_HELP = (
     "when the chat template changes earlier replies as later turns follow: last learns the last reply only, split "
     "makes a text of each reply, reject refuses the row"
+)
+
+
+PROBE_HELP = (
+    "with --endpoint: load the verifier here and compare a few greedy tokens with the server's; without, the data say "
+    "that their author is unknown"
 )
 
 
@@ -44,7 +50,7 @@ class TemplateSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareSettings(TemplateSettings):
+class PrepareSettings(TemplateSettings, OriginSettings):
     """Make training data of any mixture of sources: token ids with the replies marked, and a record of every row."""
 
     source: tuple[str, ...] = setting(
@@ -52,7 +58,6 @@ class PrepareSettings(TemplateSettings):
     )
     save_path: Path | None = setting(None, "folder to write; needed unless --preview is given")
     verifier_name_or_path: str = setting("smollm2-135m-instruct", VERIFIER_HELP)
-    trust_remote_code: bool = setting(False, "run code that comes with the verifier")
     prompts_only: bool = setting(False, "drop the rows' replies: `blockdraft regenerate` is to write them")
     converter: tuple[str, ...] = setting(
         (), "source=converter where the shape is not found by itself; source=ask:reply names two columns"
@@ -86,6 +91,8 @@ class RegenerateSettings(VerifierSettings):
     data_path: Path = required("folder that `blockdraft prepare` wrote")
     save_path: Path = required("folder for the same texts with the verifier's replies")
     endpoint: str | None = setting(None, "an OpenAI-compatible server of the verifier, such as http://127.0.0.1:8000")
+    model: str | None = setting(None, MODEL_HELP)
+    probe: bool = setting(True, PROBE_HELP)
     max_new_tokens: int = setting(128, "longest reply in tokens")
     temperature: float = setting(0.0, "0 decodes greedily")
     top_k: int = setting(0, "sample among the k likeliest tokens; 0 among all")
@@ -100,6 +107,8 @@ class RegenerateSettings(VerifierSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_endpoint(self)
+        check(self.probe or self.endpoint is not None, "no_probe", "given", "belongs to --endpoint")
         at_least(self, 1, "max_new_tokens", "batch_size", "concurrency")
         at_least(self, 0, "temperature", "top_k", "max_retries")
         check(0 < self.top_p <= 1, "top_p", self.top_p, "must be above 0 and at most 1")

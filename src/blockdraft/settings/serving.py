@@ -6,13 +6,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blockdraft.settings.base import at_least, check, one_of, required, setting, unparsed
-from blockdraft.settings.common import THINKING, THINKING_HELP, CheckpointSettings
+from blockdraft.settings.common import (
+    MODEL_HELP,
+    THINKING,
+    THINKING_HELP,
+    CheckpointSettings,
+    OriginSettings,
+    require_endpoint,
+)
 
 ENGINE_HELP = "flags for vLLM itself, passed on as they stand"
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckSettings:
+class CheckSettings(OriginSettings):
     """Check a checkpoint: config, contract and weights against each other, and against the verifier's folder."""
 
     checkpoint: Path = required("folder of the draft", argument=True)
@@ -22,7 +29,7 @@ class CheckSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeSettings:
+class ServeSettings(OriginSettings):
     """Serve a draft and its verifier with vLLM. Flags that are not listed here are passed on to `vllm serve`."""
 
     checkpoint: Path = required("folder of the draft", argument=True)
@@ -56,10 +63,12 @@ class ParitySettings(CheckpointSettings):
     max_num_seqs: int = setting(4, "requests that the engine decodes together")
     compile: bool = setting(False, "let the engine in this process compile, as a server does; takes minutes")
     endpoint: str | None = setting(None, "a running server (http://127.0.0.1:8000); default: an engine in this process")
+    model: str | None = setting(None, MODEL_HELP)
     record: Path | None = setting(None, "the file that the running server was told to --record to")
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_endpoint(self)
         at_least(self, 1, "max_new_tokens", "max_num_seqs")
         at_least(self, 0, "max_prompts")
         check(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blockdraft.settings.base import at_least, check, one_of, required, setting
-from blockdraft.settings.common import CheckpointSettings, SamplingSettings, VerifierSettings
+from blockdraft.settings.common import MODEL_HELP, CheckpointSettings, SamplingSettings, VerifierSettings
 
 CONFIDENCE_HELP = "end a proposal where its predicted survival falls under this; 0 never; needs a confidence head"
 
@@ -44,6 +44,7 @@ class GenerateSettings(CheckpointSettings, SamplingSettings):
     confidence_threshold: float = setting(0.0, CONFIDENCE_HELP)
     engine: str = setting("reference", "reference, or vllm: the server at --endpoint")
     endpoint: str = setting("http://127.0.0.1:8000", "where the server is, with --engine vllm")
+    model: str | None = setting(None, MODEL_HELP)
     show_drafts: bool = setting(False, "colour the tokens that the draft proposed and the verifier accepted")
 
     def __post_init__(self) -> None:
@@ -51,6 +52,7 @@ class GenerateSettings(CheckpointSettings, SamplingSettings):
         SamplingSettings.__post_init__(self)
         at_least(self, 1, "batch_size")
         one_of(self, "engine", ("reference", "vllm"))
+        check(self.model is None or self.engine == "vllm", "model", self.model, "belongs to --engine vllm")
         _check_threshold(self.confidence_threshold)
 
 

@@ -7,7 +7,6 @@ Since a name follows from the content, a folder serves any data that holds the s
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -179,10 +178,9 @@ class StateFiles:
 
 def _facts(maker: InProcess) -> dict[str, Any]:
     """What the states of a folder are of."""
-    verifier = dataclasses.asdict(maker.verifier.identity)
-    del verifier["name"]  # where it was loaded from does not matter
+    identity = maker.verifier.identity
     return {
-        "verifier": verifier,
+        "verifier": {name: getattr(identity, name) for name in identity.COMPARED},  # wherever it was loaded from
         "dtype": dtype_name(maker.verifier.dtype),
         "tap_convention": TAP_CONVENTION,
         "tap_kind": TAP_KIND,

@@ -1,4 +1,4 @@
-"""Which verifier is this? Its shape, the hash of its vocabulary and the hash of its norm weights.
+"""Which verifier is this? Its shape, its vocabulary, its norm weights and sampled rows of its matrices.
 
 Of a loaded model, or of a folder whose large weights nobody has to read: before a server is started, it must be known
 that the draft belongs to what will be served.
@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from blockdraft.contract import VerifierIdentity
 from blockdraft.errors import InputError
+from blockdraft.verifiers.hub import require_hub_id, unreadable
+from blockdraft.verifiers.matrices import Layout, digest_of_files, digest_of_model, matrices_of, sampled_rows
+from blockdraft.verifiers.tensor_files import read_rows, tensors_of
 
 # Final norms that multiply by (1 + w). Everything else with "RMSNorm" in its class multiplies by w.
 _PLUS_ONE_TYPES = frozenset(
@@ -53,81 +55,82 @@ def norm_names(decoder: nn.Module) -> list[str]:
     )
 
 
-def identity_of(model: Any, tokenizer: Any, name: str, norms: Mapping[str, Tensor] | None = None) -> VerifierIdentity:
+def identity_of(model: Any, tokenizer: Any, name: str, weights: SampledWeights | None = None) -> VerifierIdentity:
     """The identity of a model; norms and layers are those of its decoder.
 
     Args:
-        norms: weights of its norms by their name in the decoder; default: those of the model (which may be without
-            weights otherwise).
+        weights: what its files hold, if the model itself is without weights.
     """
     decoder = model.get_decoder()
     config = model.config.get_text_config()
+    if weights is None:
+        weights = SampledWeights(dict(decoder.named_parameters()), digest_of_model(model))
     return VerifierIdentity(
         name=name,
+        revision=getattr(model.config, "_commit_hash", None),
         architecture=type(model).__name__,
         hidden_size=config.hidden_size,
         num_layers=len(decoder.layers),
         vocab_size=model.get_output_embeddings().weight.shape[0],
         embedding="module" if has_encoder(model.config) else "table",
         tokenizer_hash=tokenizer_hash(tokenizer),
-        norms_hash=_norms_hash(dict(decoder.named_parameters()) if norms is None else norms, norm_names(decoder)),
+        norms_hash=_norms_hash(weights.norms, norm_names(decoder)),
+        matrices_digest=weights.matrices_digest,
     )
 
 
-def read_identity(name_or_path: str) -> tuple[VerifierIdentity, str, float | None]:
-    """Identity, final norm and soft cap of a folder or hub id, reading no weights but its norms.
+@dataclass(frozen=True, slots=True)
+class SampledWeights:
+    """What of a model's weights is in its identity.
+
+    Attributes:
+        norms: its norm weights by their name in the decoder; none in families whose norms have no weights.
+        matrices_digest: None where its matrices cannot be compared.
+    """
+
+    norms: Mapping[str, Tensor]
+    matrices_digest: str | None
+
+
+def read_identity(
+    name_or_path: str, trust_remote_code: bool = False, revision: str | None = None
+) -> tuple[VerifierIdentity, str, float | None]:
+    """Identity, final norm and soft cap of a folder or hub id, reading its norms and a few rows of its matrices.
 
     Raises:
         InputError: nothing there, or its norms are not found.
     """
-    folder = Path(name_or_path)
-    if not folder.is_dir():
-        folder = _download(name_or_path)
+    require_hub_id(name_or_path, revision)
+    origin: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision}
     try:
-        config = AutoConfig.from_pretrained(folder)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(name_or_path, **origin)
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, **origin)
         with torch.device("meta"):
-            model = model_class(config).from_config(config)
-        norms = _read_norms(model, folder)
+            model = model_class(config).from_config(config, trust_remote_code=trust_remote_code)
+        weights = _read_weights(model, name_or_path, revision)
     except InputError:
         raise
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise InputError("--verifier-name-or-path", name_or_path, f"cannot be read ({line})") from error
+    except Exception as error:  # whatever the hub's client, the readers and the model's own code raise
+        raise unreadable(name_or_path, error) from error
     text = model.config.get_text_config()
-    return identity_of(model, tokenizer, name_or_path, norms), final_norm_of(text), softcap_of(text)
+    return identity_of(model, tokenizer, name_or_path, weights), final_norm_of(text), softcap_of(text)
 
 
-def _download(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
-    except Exception as error:  # whatever the hub's client raises: no network, no such name, no permission
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise InputError("--verifier-name-or-path", name, f"no such folder, and not to be had ({line})") from error
-
-
-def _read_norms(model: Any, folder: Path) -> dict[str, Tensor]:
-    """The decoder's norm weights from the folder's safetensors files."""
+def _read_weights(model: Any, name_or_path: str, revision: str | None) -> SampledWeights:
     decoder = model.get_decoder()
-    names = norm_names(decoder)
-    where: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as tensors:
-            where |= dict.fromkeys(tensors.keys(), path)
     own = next((f"{name}." for name, module in model.named_modules() if module is decoder), "")
-    prefixes = [own]
-    if not has_encoder(model.config):  # an encoder's norms have the same names, so that only the exact ones will do
-        prefixes += sorted({key[: -len(names[0])] for key in where if key.endswith(f".{names[0]}")})
-    prefix = next((each for each in prefixes if all(each + name in where for name in names)), None)
-    if prefix is None:
-        raise InputError("--verifier-name-or-path", folder, f"its safetensors files have no {own}{names[0]}")
-    norms = {}
-    for name in names:
-        with safe_open(where[prefix + name], framework="pt") as tensors:
-            norms[name] = tensors.get_tensor(prefix + name)
-    return norms
+    stored = tensors_of(name_or_path, revision)
+    if not stored:
+        raise InputError("--verifier-name-or-path", name_or_path, "there is no safetensors file")
+    layout = Layout(model, stored)
+    names = norm_names(decoder)
+    places = [layout.places(own + name, [0]) for name in names]
+    missing = next((name for name, found in zip(names, places, strict=True) if not found), None)
+    if missing is not None:
+        raise InputError("--verifier-name-or-path", name_or_path, f"its safetensors files have no {own}{missing}")
+    norms = read_rows([place for (place,) in places])
+    rows = {name: layout.places(name, sampled_rows(p.shape)) for name, p in matrices_of(model).items()}
+    return SampledWeights(dict(zip(names, norms, strict=True)), digest_of_files(model, rows))
 
 
 def stop_ids_of(generation_config: Any, tokenizer: Any) -> frozenset[int]:

