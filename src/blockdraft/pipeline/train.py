@@ -66,6 +66,14 @@ def require_text_of(settings: TrainSettings, verifier: Verifier, facts: dict[str
                 f"another verifier wrote its replies ({name} {made_with}, this one has {found}); regenerate them",
             )
     require_sources(verifier, documents)
+    longest = max(documents, key=lambda document: len(document.input_ids))
+    if len(longest.input_ids) > verifier.context_length:
+        raise InputError(
+            f"--data-path example {longest.id}",
+            f"{len(longest.input_ids)} tokens",
+            f"the verifier's context holds {verifier.context_length}; prepare the data with --max-length "
+            f"{verifier.context_length}",
+        )
     largest = max(max(document.input_ids) for document in documents)
     if largest >= verifier.identity.vocab_size:
         raise InputError("--data-path", settings.data_path, f"token {largest} is outside the verifier's vocabulary")
