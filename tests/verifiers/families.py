@@ -1,6 +1,6 @@
 """Tiny random models of transformers' families, and what is known of each: right, or rejected and why.
 
-    python tests/verifiers/families.py    # writes docs/verifiers.md from this table
+python tests/verifiers/families.py    # writes docs/verifiers.md from this table
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ ROPE_TYPE = "depends on the length of the text"
 BIAS = "output head has a bias"
 SHAPE = "shape of a layer"
 UNLIKE = "is not supported ("  # its own code cannot be driven
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16}
 ONE_OF_EACH = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 ALL_FULL = ["full_attention"] * 4
 
@@ -107,21 +108,22 @@ def _rejected(why: str, *names: str, **changes: Any) -> list[Family]:
     return [Family(name, changes, why) for name in names]
 
 
+# fmt: off
 RIGHT = [
     *_plain(
         "afmoe", "apertus", "arcee", "aria_text", "bitnet", "cohere", "cohere2", "cohere2_moe", "deepseek_v2",
         "deepseek_v3", "diffllama", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo",
-        "fuyu", "gemma", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite",
-        "gpt_neox", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared",
-        "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "jais2", "jetmoe", "laguna", "llama",
-        "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mixtral",
-        "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "persimmon", "phi3", "phimoe", "qwen2", "qwen2_moe",
+        "fuyu", "gemma", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe",
+        "glm4_moe_lite", "gpt_neox", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa",
+        "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "jais2", "jetmoe", "laguna",
+        "llama", "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3",
+        "mistral", "mixtral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "persimmon", "phi3", "phimoe", "qwen2", "qwen2_moe",
         "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
     ),
     Family("axk1", {"head_dim": 8}),
     Family("helium", {"head_dim": 8}),
     Family("cwm", {"eos_token_id": [1, 3]}),
-    Family("granitemoehybrid", {"layer_types": ALL_FULL, "mamba_n_heads": 4, "mamba_d_head": 16}, note="attention alone"),
+    Family("granitemoehybrid", {"layer_types": ALL_FULL, **_MAMBA}, note="attention alone"),
     Family("gemma3", text_type="gemma3_text"),
     Family("gemma4", {"num_kv_shared_layers": 2}, text_type="gemma4_text"),
     Family("gemma4_unified", text_type="gemma4_unified_text"),
@@ -129,10 +131,10 @@ RIGHT = [
         Family(name, {"sliding_window": WINDOW, "layer_types": ALL_FULL, **more}, note="a window beside full layers")
         for name, more in {
             "qwen2": {"use_sliding_window": True}, "qwen3": {"use_sliding_window": True}, "gemma2": {},
-            "gemma3_text": {}, "gemma4_text": {}, "olmo3": {}, "cohere2": {}, "exaone4": {}, "ministral": {}, "mellum": {},
-            "smollm3": {"use_sliding_window": False}, "laguna": {}, "afmoe": {}, "gpt_oss": {},
+            "gemma3_text": {}, "gemma4_text": {}, "olmo3": {}, "cohere2": {}, "exaone4": {}, "ministral": {},
+            "mellum": {}, "smollm3": {"use_sliding_window": False}, "laguna": {}, "afmoe": {}, "gpt_oss": {},
         }.items()
-    ],  # fmt: skip
+    ],
     Family("qwen2", {"use_sliding_window": True, "layer_types": ONE_OF_EACH}, note="sliding and full layers"),
     Family("qwen3", {"use_sliding_window": True, "layer_types": ONE_OF_EACH}, note="sliding and full layers"),
     Family("gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}, note="tight soft caps"),
@@ -140,21 +142,23 @@ RIGHT = [
     *[
         Family(
             name,
-            {"logits_scaling": 4.0, "residual_multiplier": 0.5, "embedding_multiplier": 3.0, "attention_multiplier": 0.2},
+            {"logits_scaling": 4.0, "residual_multiplier": 0.5, "embedding_multiplier": 3.0,
+             "attention_multiplier": 0.2},
             note="multipliers",
         )
         for name in ("granite", "granitemoe", "granitemoeshared", "hyperclovax")
     ],
     Family("cohere", {"logit_scale": 0.25}, note="another scale of logits"),
     Family("llama", {"tie_word_embeddings": True}, note="tied"),
-    Family("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, note="linear rotary"),
+    Family("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
+           note="linear rotary"),
     Family("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4,
                                          "original_max_position_embeddings": 64}}, note="yarn rotary"),
     Family("gemma4_text", {"hidden_size_per_layer_input": 0}, note="without per-layer embeddings"),
     Family("gemma4_text", {"num_kv_shared_layers": 2}, note="layers that share keys"),
     Family("gemma4_text", {"attention_k_eq_v": True}, note="keys that are values"),
     Family("gemma4_text", {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}, note="experts"),
-]  # fmt: skip
+]
 
 REJECTED = [
     *_rejected(
@@ -174,24 +178,27 @@ REJECTED = [
         "qwen3_5_text", "qwen3_next",
     ),
     *_rejected(LAYER_TYPE, "lfm2", "lfm2_moe", layer_types=["conv", "full_attention"] * 2),
-    *_rejected(LAYER_TYPE, "granitemoehybrid", layer_types=["mamba", "attention"] * 2, mamba_n_heads=4, mamba_d_head=16),
+    *_rejected(LAYER_TYPE, "granitemoehybrid", layer_types=["mamba", "attention"] * 2, **_MAMBA),
     *_rejected(LAYER_TYPE, "mamba2", num_heads=4, head_dim=16, state_size=8),
-    Family("minimax_m3_vl_text", {"layer_types": ["minimax_m3_sparse", "full_attention"] * 2}, LAYER_TYPE, "sparse layers"),
+    Family("minimax_m3_vl_text", {"layer_types": ["minimax_m3_sparse", "full_attention"] * 2}, LAYER_TYPE,
+           "sparse layers"),
     *_rejected(SHAPE, "gpt_neox_japanese", "moshi"),
     *_rejected(BIAS, "phi"),
     *_rejected(UNLIKE, "doge", "recurrent_gemma", "longcat_flash"),
-    Family("gemma3n_text", {"num_kv_shared_layers": 2, "laurel_rank": 4, "altup_num_inputs": 2, "layer_types": ONE_OF_EACH,
-                            "intermediate_size": [48] * 4, "activation_sparsity_pattern": [0.0] * 4}, UNLIKE),
+    Family("gemma3n_text", {"num_kv_shared_layers": 2, "laurel_rank": 4, "altup_num_inputs": 2,
+                            "layer_types": ONE_OF_EACH, "intermediate_size": [48] * 4,
+                            "activation_sparsity_pattern": [0.0] * 4}, UNLIKE),
     Family("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}}, ROPE_TYPE,
            "dynamic rotary"),
     Family("phi3", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
                                         "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}}, ROPE_TYPE,
            "longrope rotary"),
-]  # fmt: skip
+]
 FAMILIES = [*RIGHT, *REJECTED]
-# Model types of transformers 5.19 that have no tiny model here: other tasks under a causal name, or a config of fixed size.
+# No tiny model of these is made here: other tasks under a causal name, or a config of fixed sizes.
 NOT_TRIED = frozenset({
-    "bamba", "blt", "cohere_compass_text", "emu3", "gemma3n", "gemma4_assistant", "gemma4_unified_assistant", "git", "got_ocr2",
-    "llama4", "mllama", "musicgen", "musicgen_melody", "phi4_multimodal", "plbart", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "qwen4_exp_text",
-    "reformer", "whisper", "xlm", "zamba", "zamba2", "zaya",
-})  # fmt: skip
+    "bamba", "blt", "cohere_compass_text", "emu3", "gemma3n", "gemma4_assistant", "gemma4_unified_assistant", "git",
+    "got_ocr2", "llama4", "mllama", "musicgen", "musicgen_melody", "phi4_multimodal", "plbart", "qwen3_5",
+    "qwen3_5_moe", "qwen4_exp", "qwen4_exp_text", "reformer", "whisper", "xlm", "zamba", "zamba2", "zaya",
+})
+# fmt: on

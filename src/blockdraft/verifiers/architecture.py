@@ -1,7 +1,7 @@
 """What is read off a verifier's config: its windows, rotary parameters, layer shape and scale of logits.
 
-Families spell these in many ways. What is not understood here is rejected in one line; what is understood is still proved
-against the model's own forward when it is loaded (`verifiers.proof`).
+Families spell these in many ways. What is not understood here is rejected in one line; what is understood is still
+proved against the model's own forward when it is loaded (`verifiers.proof`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def require_known(model: Any, name: str) -> None:
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise reject("its output head has a bias, which drafts of this family cannot share")
     if other := set(layer_types(config)) - {FULL, SLIDING}:
-        raise reject(f"layers of type {', '.join(sorted(other))}; only full and sliding softmax attention can be rolled back")
+        raise reject(
+            f"layers of type {', '.join(sorted(other))}; only full and sliding softmax attention can be rolled back"
+        )
     kinds = rope_kinds(config)
     if not kinds:
         raise reject("its positions are not rotary")
@@ -78,8 +80,8 @@ def rope_kinds(config: Any) -> list[dict[str, Any]]:
 def rope_parameters(config: Any) -> dict[str, Any]:
     """One flat rotary dictionary (rope_type, rope_theta, scaling) that a draft can inherit.
 
-    Of a dictionary for each kind of layer it is that of the full layers. Gemma 4's "proportional" type rotates a part of a head by
-    the angles of the whole one; a draft rotates all of it, which is the default type.
+    Of a dictionary for each kind of layer it is that of the full layers. Gemma 4's "proportional" type rotates a part
+    of a head by the angles of the whole one; a draft rotates all of it, which is the default type.
     """
     parameters = dict(config.rope_parameters)
     nested = parameters.get(FULL)

@@ -2,9 +2,9 @@
 
 torch's SDPA does the work where it can, without copying keys for grouped queries (transformers repeats each key/value
 head for its group of query heads whenever a mask is given). Two things SDPA does not know are computed plainly:
-a soft cap on the scores (Gemma 2, VaultGemma) and attention sinks, one learned logit a head that takes weight and gives no value
-(gpt-oss, MiMo). transformers' own SDPA function drops both without a word. An argument that is not known here is an error, so
-that no family's attention can lose a part of its meaning.
+a soft cap on the scores (Gemma 2, VaultGemma) and attention sinks, one learned logit a head that takes weight and
+gives no value (gpt-oss, MiMo). transformers' own SDPA function drops both without a word. An argument that is not known
+here is an error, so that no family's attention can lose a part of its meaning.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ def plain_attention(
     rows, heads, width, _ = query_RQWH.shape
     kv_heads, num_keys = key_RKCH.shape[1], key_RKCH.shape[2]
     if mask is None:
-        mask = torch.ones(width, num_keys, dtype=torch.bool, device=query_RQWH.device).tril(num_keys - width)[None, None]
+        mask = torch.ones(width, num_keys, dtype=torch.bool, device=query_RQWH.device).tril(num_keys - width)[
+            None, None
+        ]
     keys, values = key_RKCH[:, :, None].float(), value_RKCH[:, :, None].float()  # one for each group of query heads
     at_once = max(1, SCORES_AT_ONCE // (rows * heads * num_keys))
     parts = []

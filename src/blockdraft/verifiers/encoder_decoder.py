@@ -41,6 +41,10 @@ class EncoderDecoderVerifier(InProcessVerifier):
         self.image_ids = image_ids(config)
         self.decoder_start = decoder_start(config, model.generation_config)
 
+    @property
+    def _encoder_window(self) -> int:
+        return self.model.config.encoder.text_config.sliding_window
+
     def embed(self, ids: Tensor) -> Tensor:
         """What the decoder's embedding module returns: scaled, with the image-end row in place."""
         return self._decoder.embed_tokens(ids)
@@ -110,7 +114,7 @@ class EncoderDecoderVerifier(InProcessVerifier):
         """
         places = torch.arange(width, device=self.device)
         before = places[:, None] - places
-        window = self.model.config.encoder.text_config.sliding_window
+        window = self._encoder_window
         near = (before < (window + 1) // 2) & (-before < window // 2 + 1)
         full = (places < lengths_R[:, None])[:, None, None, :] | (before == 0)
         return {"full_attention": full, "sliding_attention": full & near}

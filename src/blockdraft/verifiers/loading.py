@@ -66,7 +66,7 @@ def proved(model: PreTrainedModel, tokenizer: Any, name: str) -> LoadedVerifier:
     """A verifier around a loaded model, proved to compute what the model computes.
 
     Raises:
-        InputError: its family is not supported. Whatever an unknown family's code raises while it is proved means that as well.
+        InputError: its family is not supported; whatever its code raises while it is proved means that as well.
     """
     kind = EncoderDecoderVerifier if has_encoder(model.config) else CausalVerifier
     try:
@@ -159,7 +159,7 @@ def _load_gguf(path: Path) -> tuple[PreTrainedModel, Any]:
         # The reader draws a bar of its own that no setting of transformers turns off; it takes seconds only.
         with contextlib.redirect_stderr(io.StringIO()):
             tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-            model, found = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path.parent,
                 gguf_file=path.name,
                 dtype=torch.float32,
@@ -167,6 +167,7 @@ def _load_gguf(path: Path) -> tuple[PreTrainedModel, Any]:
                 quantization_config=GgufConfig(dequantize=True),
                 output_loading_info=True,
             )
+        model, found = loaded
         _require_whole(found, path)
     except InputError:
         raise

@@ -1,8 +1,8 @@
 """Is what we compute with a verifier what the verifier computes?
 
-The reference is the model's own forward with its *eager* attention: the plain formula of the family, which drops nothing (its
-other attention functions may). It is compared with our whole pass, our cached steps over ragged rows and our taps, on a
-text that is longer than every window: windows are shortened while the proof runs, in the config that both read.
+The reference is the model's own forward with its *eager* attention: the plain formula of the family, which drops
+nothing (its other attention functions may). It is compared with our whole pass, our cached steps over ragged rows and our taps,
+on a text that is longer than every window: windows are shortened while the proof runs, in the config that both read.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ def eager_attention(model: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def short_windows(*configs: Any) -> Iterator[None]:
     """Windows that a proof's text passes, while the body runs."""
-    long = [(config, config.sliding_window) for config in configs if (getattr(config, "sliding_window", None) or 0) > WINDOW]
+    long = [
+        (config, config.sliding_window) for config in configs if (getattr(config, "sliding_window", None) or 0) > WINDOW
+    ]
     for config, _ in long:
         config.sliding_window = WINDOW
     try:
@@ -92,7 +94,9 @@ def prove(verifier: Verifier, own: OwnForward, tokens_RT: Tensor, sources: Sourc
     num_layers = verifier.identity.num_layers
     tap_ids = range(num_layers)
     for row, states in enumerate(verifier.states(list(tokens_RT), tap_ids, sources)):
-        _require_equal(verifier, "in one pass", states.taps, own.taps[row], verifier.logits(states.final), own.logits[row])
+        _require_equal(
+            verifier, "in one pass", states.taps, own.taps[row], verifier.logits(states.final), own.logits[row]
+        )
     cache, starts = verifier.cache(len(tokens_RT), sources), [0] * len(tokens_RT)
     for width, kept in STEPS:
         parts = [slice(start, start + width) for start in starts]
@@ -100,7 +104,9 @@ def prove(verifier: Verifier, own: OwnForward, tokens_RT: Tensor, sources: Sourc
         found = verifier.extend(cache, step, tap_ids)
         for row, part in enumerate(parts):
             logits = verifier.logits(found.final[row])
-            _require_equal(verifier, "in cached steps", found.taps[row], own.taps[row, part], logits, own.logits[row, part])
+            _require_equal(
+                verifier, "in cached steps", found.taps[row], own.taps[row, part], logits, own.logits[row, part]
+            )
         cache.kv.commit(torch.tensor(kept, device=tokens_RT.device))
         starts = [start + count for start, count in zip(starts, kept, strict=True)]
 
@@ -109,23 +115,26 @@ def _require_equal(
     verifier: Verifier, where: str, taps_TLE: Tensor, own_TLE: Tensor, logits_TV: Tensor, own_TV: Tensor
 ) -> None:
     pairs = [("logits", logits_TV, own_TV)]
-    pairs += [(f"hidden states after {tap} layers", taps_TLE[:, tap], own_TLE[:, tap]) for tap in range(own_TLE.shape[1])]
+    pairs += [
+        (f"hidden states after {tap} layers", taps_TLE[:, tap], own_TLE[:, tap]) for tap in range(own_TLE.shape[1])
+    ]
     for what, found, wanted in pairs:
         error, bound = difference(found, wanted, verifier.dtype), EXACT if verifier.dtype == torch.float32 else HALF
         if not error <= bound:  # also where it is not a number
             raise InputError(
                 "verifier",
                 verifier.identity.name,
-                f"{verifier.identity.architecture} is not supported: {what} {where} differ from the model's own by {error:.2g} "
-                f"of their spread (allowed {bound:.2g})",
+                f"{verifier.identity.architecture} is not supported: {what} {where} differ from the model's own by "
+                f"{error:.2g} of their spread (allowed {bound:.2g})",
             )
 
 
+@torch.no_grad()
 def difference(found_TX: Tensor, wanted_TX: Tensor, dtype: torch.dtype) -> float:
     """How far two sets of vectors are apart, in standard deviations of the wanted ones.
 
-    In float32 the worst position counts. In half precision it is the median: a mixture of experts may send a token elsewhere
-    because of rounding, while what differs in kind (a window, a position, a scale) differs nearly everywhere.
+    In float32 the worst position counts. In half precision it is the median: a mixture of experts may send a token
+    elsewhere because of rounding, while what differs in kind (a window, a position, a scale) differs nearly everywhere.
     """
     wanted = wanted_TX.float()
     by_position = (found_TX.float() - wanted).square().mean(dim=-1).sqrt() / wanted.std()
