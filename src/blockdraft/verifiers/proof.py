@@ -1,8 +1,9 @@
 """Is what we compute with a verifier what the verifier computes?
 
 The reference is the model's own forward with its *eager* attention: the plain formula of the family, which drops
-nothing (its other attention functions may). It is compared with our whole pass, our cached steps over ragged rows and our taps,
-on a text that is longer than every window: windows are shortened while the proof runs, in the config that both read.
+nothing (its other attention functions may). It is compared with our whole pass, our cached steps over ragged rows and
+our taps, on a text that is longer than every window: windows are shortened while the proof runs, in the config that
+both read.
 """
 
 from __future__ import annotations
