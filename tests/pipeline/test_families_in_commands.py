@@ -1,4 +1,4 @@
-"""The commands with verifiers whose attention or logits are unlike Llama's: trained, evaluated, decoded as transformers does."""
+"""The commands with verifiers that are unlike Llama: trained, evaluated, and decoded as transformers decodes them."""
 
 from __future__ import annotations
 

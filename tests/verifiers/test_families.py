@@ -21,6 +21,7 @@ from blockdraft.verifiers.base import Verifier
 from blockdraft.verifiers.loading import load_verifier
 from conftest import MASK, random_document, tiny_tokenizer
 from verifiers.families import FAMILIES, NOT_TRIED, REJECTED, RIGHT, WINDOW, Family, tiny_model
+from verifiers.page import PAGE, page
 
 PROMPTS = [random_document(length, 1, length).input_ids for length in (5, 21, 40)]
 SAMPLING = SamplingSettings(max_new_tokens=24, ignore_eos=True)
@@ -109,3 +110,8 @@ def test_every_family_of_transformers_is_in_the_table() -> None:
     assert tried | NOT_TRIED >= set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) and not tried & NOT_TRIED
     assert len({family.model_type for family in RIGHT}) >= 60
     assert len({family.name for family in FAMILIES}) == len(FAMILIES)
+
+
+def test_the_page_is_the_table() -> None:
+    """Written by `python -m verifiers.page`; edit the table, never the page."""
+    assert PAGE.read_text(encoding="utf-8") == page()
