@@ -43,10 +43,12 @@ def own_forward(logits: Tensor, hidden_states: Sequence[Tensor] | None, num_laye
     """A model's output. transformers' last hidden state has gone through the final norm and is no tap.
 
     Raises:
-        NotImplementedError: it does not report one hidden state for each layer.
+        NotImplementedError: it does not report one hidden state for each layer, or more than one for a position.
     """
     if hidden_states is None or len(hidden_states) != num_layers + 1:
         raise NotImplementedError("it does not report one hidden state for each layer")
+    if hidden_states[0].ndim != 3:
+        raise NotImplementedError("its layers have several hidden states for a position")
     return OwnForward(logits.float(), torch.stack(list(hidden_states[:num_layers]), dim=-2))
 
 
