@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from assets.once import made_once
 from assets.t5gemma2 import Asset, small_t5gemma2
 from blockdraft.checkpoints.store import load_draft, save_draft
 from blockdraft.contract import Contract
@@ -86,18 +87,19 @@ def small_random_draft(
 
 
 @pytest.fixture(scope="session")
-def small_trained_draft(
-    small_asset: Asset, small_verifier: EncoderDecoderVerifier, tmp_path_factory: pytest.TempPathFactory
-) -> SmallDraft:
+def small_trained_draft(small_asset: Asset, small_verifier: EncoderDecoderVerifier, shared_root: Path) -> SmallDraft:
     """A DFlare draft trained for a minute."""
-    root = tmp_path_factory.mktemp("small-trained")
     count = min(1000, len(small_asset.train.read_text().splitlines()))
-    own_replies(small_verifier, f"pairs={small_asset.train}@{count}", root / "prompts", root / "data", LONGEST)
-    settings = TrainSettings(
-        verifier_name_or_path=str(small_asset.verifier), dtype="float32", data_path=root / "data",
-        save_path=root / "draft", speculator_type="dflare", logger="none", total_seq_len=1024, epochs=4000 / count,
-        max_anchors=256, num_layers=2,
-    )  # fmt: skip
-    train(settings, small_verifier)
-    folder = root / "draft" / BEST
+
+    def trained(folder: Path) -> None:
+        data = folder / "data"
+        own_replies(small_verifier, f"pairs={small_asset.train}@{count}", folder / "prompts", data, LONGEST)
+        settings = TrainSettings(
+            verifier_name_or_path=str(small_asset.verifier), dtype="float32", data_path=data,
+            save_path=folder / "draft", speculator_type="dflare", logger="none", total_seq_len=1024,
+            epochs=4000 / count, max_anchors=256, num_layers=2,
+        )  # fmt: skip
+        train(settings, small_verifier)
+
+    folder = made_once(shared_root / "small-trained", trained) / "draft" / BEST
     return SmallDraft(folder, *load_draft(folder, small_verifier, torch.float32))

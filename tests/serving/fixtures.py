@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from assets.once import made_once
 from blockdraft.checkpoints.store import load_draft, save_draft
 from blockdraft.contract import Contract
 from blockdraft.data.workloads import workload_prompts
@@ -77,7 +80,7 @@ def random_checkpoint(
     def make(config: DraftConfig) -> Checkpoint:
         key = str(config)
         if key not in made:
-            draft = tiny_draft(real_verifier, config, len(made))
+            draft = tiny_draft(real_verifier, config, zlib.crc32(key.encode()))  # whichever test asks first
             contract = contract_of(draft, real_verifier)
             folder = tmp_path_factory.mktemp("drafts") / contract.method
             save_draft(folder, draft, contract, torch.float32, {})
@@ -88,29 +91,26 @@ def random_checkpoint(
 
 
 @pytest.fixture(scope="session")
-def trained_checkpoint(
-    real_verifier: CausalVerifier, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Checkpoint]:
+def trained_checkpoint(real_verifier: CausalVerifier, shared_root: Path) -> Callable[[str], Checkpoint]:
     """Drafts trained for some tens of steps on the verifier's own replies, one of each method."""
-    root = tmp_path_factory.mktemp("trained")
-    made: dict[str, Checkpoint] = {}
+
+    def data(folder: Path) -> None:
+        own_replies(real_verifier, "records=builtin/records@48", folder / "prompts", folder / "data", 64)
 
     def make(method: str) -> Checkpoint:
-        data = root / "data"
-        if not data.exists():
-            own_replies(real_verifier, "records=builtin/records@48", root / "prompts", data, 64)
-        if method not in made:
+        def trained(folder: Path) -> None:
             settings = TrainSettings(
-                verifier_name_or_path=real_verifier.identity.name, dtype="float32", data_path=data,
-                save_path=root / method, speculator_type=method, mask_token_id=4, logger="none", total_seq_len=1024,
-                epochs=3.0, max_anchors=96, num_layers=1,
+                verifier_name_or_path=real_verifier.identity.name, dtype="float32",
+                data_path=made_once(shared_root / "real-data", data) / "data", save_path=folder / "run",
+                speculator_type=method, mask_token_id=4, logger="none", total_seq_len=1024, epochs=3.0,
+                max_anchors=96, num_layers=1,
             )  # fmt: skip
             train(settings, real_verifier)
-            folder = root / method / BEST
-            made[method] = Checkpoint(folder, *load_draft(folder, real_verifier, torch.float32))
-        return made[method]
 
-    return make
+        folder = made_once(shared_root / f"real-{method}", trained) / "run" / BEST
+        return Checkpoint(folder, *load_draft(folder, real_verifier, torch.float32))
+
+    return functools.cache(make)
 
 
 @pytest.fixture(scope="session")
