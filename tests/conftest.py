@@ -14,6 +14,7 @@ if IS_ONE_OF_SEVERAL:
 
 import dataclasses  # noqa: E402
 import json  # noqa: E402
+import socket  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import hypothesis  # noqa: E402
@@ -257,6 +258,13 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, s
     code = run([str(argument) for argument in arguments])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
+
+
+def free_port() -> int:
+    """A port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def random_document(length: int, reply_start: int, seed: int, name: str | None = None) -> Document:

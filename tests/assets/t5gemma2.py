@@ -33,7 +33,7 @@ from blockdraft.folders import replacing, write_text
 PAIRS = "BLOCKDRAFT_PAIRS"  # names a CSV file of real pairs to learn instead
 SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"]
 PAD, EOS, BOS, UNK, MASK, BOI, EOI, IMAGE = range(8)
-VOCABULARY, BATCH, LEARNING_RATE = 1500, 32, 1e-3
+VOCABULARY, BATCH, LEARNING_RATE = 1500, 16, 1e-3
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% if not loop.last %}\n{% endif %}{% endfor %}"
 
 
