@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from assets.once import made_once
-from assets.t5gemma2 import Asset, small_t5gemma2
+from assets.t5gemma2 import PAIRS, Asset, small_t5gemma2
 from blockdraft.checkpoints.store import load_draft, save_draft
 from blockdraft.contract import Contract
 from blockdraft.decoding.engine import DecodingEngine, Reply
@@ -88,8 +89,9 @@ def small_random_draft(
 
 @pytest.fixture(scope="session")
 def small_trained_draft(small_asset: Asset, small_verifier: EncoderDecoderVerifier, shared_root: Path) -> SmallDraft:
-    """A DFlare draft trained for a minute."""
-    count = min(1000, len(small_asset.train.read_text().splitlines()))
+    """A DFlare draft trained for half a minute; real pairs need more than made-up ones."""
+    rows = 1000 if PAIRS in os.environ else 500
+    count = min(rows, len(small_asset.train.read_text().splitlines()))
 
     def trained(folder: Path) -> None:
         data = folder / "data"
@@ -97,7 +99,7 @@ def small_trained_draft(small_asset: Asset, small_verifier: EncoderDecoderVerifi
         settings = TrainSettings(
             verifier_name_or_path=str(small_asset.verifier), dtype="float32", data_path=data,
             save_path=folder / "draft", speculator_type="dflare", logger="none", total_seq_len=1024,
-            epochs=4000 / count, max_anchors=256, num_layers=2,
+            epochs=4 * rows / count, max_anchors=256, num_layers=2,
         )  # fmt: skip
         train(settings, small_verifier)
 
