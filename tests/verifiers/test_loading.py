@@ -45,12 +45,11 @@ def _constants(verifier: LoadedVerifier) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.real
-def test_unpacked_gguf_is_an_ordinary_folder(real_folder: Path) -> None:
+def test_unpacked_gguf_is_an_ordinary_folder(real_folder: Path, real_verifier: LoadedVerifier) -> None:
     assert "quantization_config" not in (real_folder / "config.json").read_text()
     model = AutoModelForCausalLM.from_pretrained(real_folder, dtype=torch.float32)
     assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
-    direct = load_verifier(EMBEDDED, torch.float32)
-    folder = load_verifier(str(real_folder), torch.float32)
+    direct, folder = load_verifier(EMBEDDED, torch.float32), real_verifier
     assert torch.equal(direct.model.model.layers[7].mlp.up_proj.weight, folder.model.model.layers[7].mlp.up_proj.weight)
     assert direct.identity.norms_hash == folder.identity.norms_hash
     far = torch.arange(1000, 1700)  # hundreds of positions, where a rounded frequency shows

@@ -177,10 +177,11 @@ class Trainer:
         settings, folder = self.settings, self.settings.save_path
         logger = make_logger(settings.logger, (settings.log_dir or folder / "logs") / settings.run_name)
         every = max(1, round(settings.checkpoint_freq * self.steps_per_epoch))
-        say(f"training: {self.total_steps} steps, {len(self.train)} documents, {len(self.validation)} for validation")
         window: BlockMetrics | None = None
         losses: list[float] = []
         with _stop_requested() as stop, progress("training", self.total_steps, self.progress.step) as advance:
+            texts = f"{len(self.train)} documents, {len(self.validation)} for validation"
+            say(f"training: {self.total_steps} steps, {texts}")  # from here on, a signal stops after a step
             while self.progress.step < self.total_steps:
                 factor = self._factor(self.progress.step)
                 start = time.monotonic()
