@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from blockdraft.checkpoints.store import read_checkpoint
+from blockdraft.serving.support import served_by_engine
 from blockdraft.settings import CheckSettings
 from blockdraft.verifiers.identity import read_identity
 from blockdraft.verifiers.loading import is_gguf
@@ -35,5 +36,6 @@ def check(settings: CheckSettings) -> dict[str, Any]:
         "parameters": sum(t.numel() for t in found.tensors.values() if t.is_floating_point()),
         "verifier": name,
         "verifier compared": compared,
+        "served by vLLM": served_by_engine(contract, name),
         "verdict": "config, contract and weights agree" + (", and it is this verifier's" if compared else ""),
     }

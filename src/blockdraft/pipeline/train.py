@@ -11,6 +11,7 @@ from blockdraft.folders import read_json
 from blockdraft.pipeline.loading import verifier_of
 from blockdraft.pipeline.prepare import chat_mode
 from blockdraft.progress import say
+from blockdraft.serving.support import served_by_engine
 from blockdraft.settings import TrainSettings, resolved
 from blockdraft.training.states import TrainingStates
 from blockdraft.training.trainer import Trainer
@@ -27,6 +28,9 @@ def train(
         states: hidden states that are made already, of the same documents.
     """
     trainer = trainer_of(settings, verifier, states)
+    served = served_by_engine(trainer.contract, trainer.contract.verifier.name)
+    if not served.startswith("yes"):
+        say(f"warning: this draft cannot be served by vLLM ({served.removeprefix('no: ')})")
     if settings.dry_run:
         return {"dry_run": True, "steps": trainer.total_steps, "settings": resolved(settings)}
     trainer.prepare()
