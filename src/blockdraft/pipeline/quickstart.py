@@ -29,7 +29,7 @@ from blockdraft.pipeline.regenerate import regenerate
 from blockdraft.pipeline.train import train
 from blockdraft.progress import progress, say
 from blockdraft.records import Document
-from blockdraft.runtime import dtype_name, limit_threads, machine_description, resolve_dtype
+from blockdraft.runtime import dtype_name, limit_threads, machine_description, resolve_device, resolve_dtype
 from blockdraft.settings import (
     CheckpointSettings,
     PrepareSettings,
@@ -62,9 +62,10 @@ class _Run:
 
 def quickstart(settings: QuickstartSettings) -> dict[str, Any]:
     """Run what is missing of the loop and return its result as one JSON-ready object."""
+    device = resolve_device(settings.device)
     limit_threads(settings.threads)
     root = settings.save_path.resolve()
-    run = _Run(settings, root, _verifier_folder(settings, root), resolve_dtype(settings.dtype))
+    run = _Run(settings, root, _verifier_folder(settings, root), resolve_dtype(settings.dtype, device))
     heldout = workload_prompts(settings.workload)[1][: settings.max_heldout or None]
     verifier = _Lazy(lambda: load_verifier(run.verifier_folder, run.dtype, settings.device))
     data = _data(run, verifier)
@@ -95,7 +96,7 @@ def _verifier_folder(settings: QuickstartSettings, root: Path) -> str:
     folder = root / f"verifier-{source_digest(name)}"
     if not (folder / "config.json").is_file():
         say(f"[0/4] unpacking the verifier {name}")
-        save_folder(load_verifier(name, torch.float32, settings.device), folder)
+        save_folder(load_verifier(name, torch.float32, "cpu"), folder)
     return str(folder)
 
 
@@ -204,7 +205,7 @@ def _measure(run: _Run, checkpoint: Path, heldout: list) -> dict[str, Any]:
         "tokens_per_second": {"plain": speed["plain_tokens_per_second"], "draft": speed["draft_tokens_per_second"]},
         "float32": exact,
         "served_dtype": speed,
-        "machine": machine_description(),
+        "machine": machine_description(pair.verifier.device),
         "settings": resolved(settings),
     }
     write_json(record, result)
