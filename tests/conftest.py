@@ -206,17 +206,17 @@ def tiny_config(method: str = "dflash", **changes: object) -> DraftConfig:
 
 def tiny_draft(verifier: Verifier, config: DraftConfig, seed: int = 0) -> BlockDraft:
     """A draft with random weights and norms that are not one: norms of one hide faults."""
-    draft = BlockDraft(config)
+    draft = BlockDraft(config).to(verifier.device)
     generator = torch.Generator().manual_seed(seed + 1)
     if draft.vocabulary is not None:
         kept = torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size]
-        draft.vocabulary.keep(kept.sort().values)
+        draft.vocabulary.keep(kept.sort().values.to(verifier.device))
     draft.borrow(verifier.embed, verifier.head_VE)
     draft.initialise(seed)
     with torch.no_grad():
         for name, parameter in draft.named_parameters():
             if parameter.ndim == 1 and name != "norm.weight":
-                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator).to(verifier.device))
             elif parameter.ndim == 2 and "fusion_weights" not in name:
                 parameter.mul_(8)
         if draft.fusion.statistics is not None:

@@ -74,7 +74,7 @@ def parity(settings: ParitySettings) -> dict[str, Any]:
         "engine": settings.endpoint or "in process",
         "k": results,
         "faults": sum(result["faults"] for result in results.values()),
-        "machine": machine_description(),
+        "machine": machine_description(pair.verifier.device),
         "settings": resolved(settings),
     }
 

