@@ -137,7 +137,7 @@ def random_checkpoint(
 
 @pytest.fixture(scope="session")
 def trained_checkpoint(real_verifier: CausalVerifier, shared_root: Path) -> Callable[[str], Checkpoint]:
-    """Drafts trained for some tens of steps on the verifier's own replies, one of each method."""
+    """Drafts trained for some tens of steps on the verifier's own replies; DFlash in the whole vocabulary."""
 
     def data(folder: Path) -> None:
         own_replies(real_verifier, "records=builtin/records@48", folder / "prompts", folder / "data", 64)
@@ -147,8 +147,8 @@ def trained_checkpoint(real_verifier: CausalVerifier, shared_root: Path) -> Call
             settings = TrainSettings(
                 verifier_name_or_path=real_verifier.identity.name, dtype="float32",
                 data_path=made_once(shared_root / "real-data", data) / "data", save_path=folder / "run",
-                speculator_type=method, mask_token_id=4, logger="none", total_seq_len=1024, epochs=3.0,
-                max_anchors=96, num_layers=1,
+                speculator_type=method, draft_vocab_size=None if method == "dflash" else 2000, mask_token_id=4,
+                logger="none", total_seq_len=1024, epochs=3.0, max_anchors=96, num_layers=1,
             )  # fmt: skip
             train(settings, real_verifier)
 
