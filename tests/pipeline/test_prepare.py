@@ -113,10 +113,14 @@ def test_the_same_settings_give_the_same_bytes(
     assert one != other and set(one) != set(other)
 
 
-def in_a_child(settings: PrepareSettings, last: int = 0) -> int:
-    """Prepare in a process that is killed at its `last` operation on files (0: at none); how many there were."""
-    context = multiprocessing.get_context("fork")
-    count = context.Value("i", 0)
+# Children fork from a process without threads that has imported what they need: a fork of this one may wait for a lock
+# that a thread of it held.
+CHILDREN = multiprocessing.get_context("forkserver")
+CHILDREN.set_forkserver_preload(["blockdraft.pipeline.prepare"])
+
+
+def prepare_watched(settings: PrepareSettings, count: Any, last: int) -> None:
+    """Prepare, counting the operations on files; the process is killed at the `last` one (0: at none)."""
 
     def watch(event: str, _: Any) -> None:
         if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir"):
@@ -124,11 +128,14 @@ def in_a_child(settings: PrepareSettings, last: int = 0) -> int:
             if count.value == last:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    def run() -> None:
-        sys.addaudithook(watch)
-        prepare(settings)
+    sys.addaudithook(watch)
+    prepare(settings)
 
-    child = context.Process(target=run)
+
+def in_a_child(settings: PrepareSettings, last: int = 0) -> int:
+    """`prepare_watched` in a child: how many operations there were."""
+    count = CHILDREN.Value("i", 0)
+    child = CHILDREN.Process(target=prepare_watched, args=(settings, count, last))
     child.start()
     child.join()
     assert child.exitcode == (-signal.SIGKILL if last else 0)
