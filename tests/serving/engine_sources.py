@@ -1,7 +1,7 @@
 """Which models the installed vLLM has, and which of them give hidden states, read from its sources.
 
-Nothing of vLLM is imported: many of its model modules need packages that are not here. `python tests/serving/engine_sources.py`
-writes `src/blockdraft/serving/engine_models.py` anew.
+Nothing of vLLM is imported: many of its model modules need packages that are not here.
+`python tests/serving/engine_sources.py` writes `src/blockdraft/serving/engine_models.py` anew.
 """
 
 from __future__ import annotations

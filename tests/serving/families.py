@@ -70,7 +70,7 @@ class Pair:
 def config_of(case: Case) -> Any:
     """The config of a case's verifier."""
     kind = getattr(transformers, f"{case.name}TextConfig", None) or getattr(transformers, f"{case.name}Config")
-    return kind(**COMMON, **case.config)
+    return kind(**{**COMMON, **case.config})
 
 
 def save_verifier(case: Case, folder: Path) -> None:

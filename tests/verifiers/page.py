@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from blockdraft.serving.support import T5GEMMA2, support_of
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from blockdraft.serving.support import T5GEMMA2, support_of
 from verifiers.families import (
     BIAS,
     LAYER_TYPE,

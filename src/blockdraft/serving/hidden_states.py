@@ -1,8 +1,8 @@
 """Hidden states of verifiers whose classes in vLLM 0.32 do not return them.
 
 A draft reads hidden states that the engine takes from its own model class (`EagleModelMixin`). The families below have
-the engine's ordinary loop over layers, but no code that keeps what a tap needs. Here they get that loop with it, written
-as the engine's Llama has it. The plugin registers each under the name `blockdraft.serving.hidden_states:ARCHITECTURE`;
+the engine's ordinary loop over layers, but no code that keeps what a tap needs. Here they get that loop with it, as the
+engine's Llama has it. The plugin registers each under the name `blockdraft.serving.hidden_states:ARCHITECTURE`;
 the class is patched when the engine asks for it, so that other models pay nothing.
 """
 
