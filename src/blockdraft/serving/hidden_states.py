@@ -37,11 +37,11 @@ def with_hidden_states(architecture: str) -> type:
     inner = getattr(module, family.decoder) if family.decoder else None
     if inner is not None and not issubclass(inner, EagleModelMixin):
         inner.__bases__ = (*inner.__bases__, EagleModelMixin)
-        inner.forward = forward_summed if family.residual == "apart" else forward_complete
+        inner.forward = forward
     return outer
 
 
-def forward_summed(
+def forward(
     self: Any,
     input_ids: Tensor | None,
     positions: Tensor,
@@ -58,26 +58,6 @@ def forward_summed(
     if not get_pp_group().is_last_rank:
         return IntermediateTensors({"hidden_states": hidden_states, "residual": residual})
     hidden_states, _ = self.norm(hidden_states, residual)
-    return (hidden_states, taps) if taps else hidden_states
-
-
-def forward_complete(
-    self: Any,
-    input_ids: Tensor | None,
-    positions: Tensor,
-    intermediate_tensors: IntermediateTensors | None = None,
-    inputs_embeds: Tensor | None = None,
-) -> Any:
-    """The loop where a layer returns the residual stream itself, and beside it something that nobody reads."""
-    hidden_states, residual = first_input(self, input_ids, intermediate_tensors, inputs_embeds)
-    taps = self._maybe_add_hidden_state([], self.start_layer, hidden_states, None)
-    for index, layer in enumerate(islice(self.layers, self.start_layer, self.end_layer), start=self.start_layer):
-        hidden_states, residual = layer(positions, hidden_states, residual)
-        self._maybe_add_hidden_state(taps, index + 1, hidden_states, None)
-    if not get_pp_group().is_last_rank:
-        return IntermediateTensors({"hidden_states": hidden_states, "residual": residual})
-    normalized = self.norm(hidden_states)
-    hidden_states = normalized[0] if isinstance(normalized, tuple) else normalized
     return (hidden_states, taps) if taps else hidden_states
 
 

@@ -31,29 +31,22 @@ class Family:
         module: below vllm.model_executor.models.
         model: the class that the engine looks up.
         decoder: the class with the loop over layers; None where that gives hidden states already.
-        residual: "apart" where a layer returns two tensors whose sum is the residual stream, "complete" where the
-            first is that sum.
     """
 
     module: str
     model: str
     decoder: str | None
-    residual: str = "apart"
 
 
 # Each is here because a test in tests/serving/test_families.py has served it.
 PATCHED = {
     "GemmaForCausalLM": Family("gemma", "GemmaForCausalLM", "GemmaModel"),
-    "Gemma2ForCausalLM": Family("gemma2", "Gemma2ForCausalLM", "Gemma2Model"),
     "Gemma3ForCausalLM": Family("gemma3", "Gemma3ForCausalLM", "Gemma3Model"),
     "Glm4ForCausalLM": Family("glm4", "Glm4ForCausalLM", None),
     "NemotronForCausalLM": Family("nemotron", "NemotronForCausalLM", "NemotronModel"),
     "MixtralForCausalLM": Family("mixtral", "MixtralForCausalLM", "MixtralModel"),
     "OlmoeForCausalLM": Family("olmoe", "OlmoeForCausalLM", "OlmoeModel"),
     "Qwen2MoeForCausalLM": Family("qwen2_moe", "Qwen2MoeForCausalLM", "Qwen2MoeModel"),
-    "CohereForCausalLM": Family("commandr", "CohereForCausalLM", "CohereModel", "complete"),
-    "Cohere2ForCausalLM": Family("commandr", "CohereForCausalLM", "CohereModel", "complete"),
-    "Exaone4ForCausalLM": Family("exaone4", "Exaone4ForCausalLM", "Exaone4Model", "complete"),
 }
 
 
@@ -75,7 +68,7 @@ class Support:
     text: str
 
 
-_NATIVE = Support(True, "native", 0, "yes")
+_NATIVE = Support(True, "native", 0, "yes, by vLLM's class")
 _PATCHED = Support(True, "patched", 0, "yes, with the plugin's patch")
 _OWN = Support(True, "patched", 0, "yes, with the plugin's model")
 _BACKEND = Support(True, "backend", 1, "yes, by its Transformers backend, without tap 0")
