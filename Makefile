@@ -8,13 +8,20 @@ BIN := $(VENV)/bin
 # Two processes that spin for each other's cores starve; must be set before torch is imported.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: quickstart test check setup serve-cpu clean
+# Side by side, each with one thread. A file's tests stay in one process, since they share servers; long files come first.
+PYTEST = $(BIN)/python -m pytest --numprocesses 2 --durations 25
+
+.PHONY: quickstart test test-exhaustive check setup serve-cpu clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/blockdraft quickstart $(ARGS)
 
 test: $(VENV)/serve-ready check
-	$(BIN)/python -m pytest
+	$(PYTEST) --dist loadfile --no-loadscope-reorder
+
+# The combinations of settings that `make test` leaves out.
+test-exhaustive: $(VENV)/ready
+	$(PYTEST) -m exhaustive
 
 check: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -4,7 +4,7 @@
 
 The real shapes: width 1152, 26 encoder and 26 decoder layers, a vocabulary of 262,144; a source of 2,048 tokens, a
 target of 1,024; a draft of 6 layers with 8 taps, blocks of 8, 256 anchors and a vocabulary of 32,000. A first step is
-not counted. On processors the last table line is an estimate of the same step on a GPU in bfloat16: weights, gradients
+not counted. On CPUs the last table line is an estimate of the same step on a GPU in bfloat16: weights, gradients
 and moments are counted exactly, what is above them is measured here and halved where it was measured in float32.
 """
 
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent / "steps"))
 
 from protocol import resident
 
-from blockdraft.runtime import machine_description, prepare_environment
+from blockdraft.runtime import machine_description, prepare_environment, resolve_device
 
 prepare_environment()
 
@@ -46,7 +46,7 @@ GIB = 2**30
 GPU_GIB = 16
 
 
-def make_verifier(dtype: torch.dtype, device: str) -> EncoderDecoderVerifier:
+def make_verifier(dtype: torch.dtype, device: torch.device) -> EncoderDecoderVerifier:
     """The model, built without weights and filled with small random ones; the vision tower is as small as can be."""
     text = {
         "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": INTERMEDIATE, "head_dim": HEAD_DIM,
@@ -100,32 +100,34 @@ def make_draft(verifier: EncoderDecoderVerifier) -> BlockDraft:
 
 
 class Memory:
-    """Peak of memory in GiB since it was last forgotten: of the GPU, or of this process."""
+    """Peak of memory in GiB since it was last forgotten: of a CUDA GPU, or of this process."""
 
-    def __init__(self, device: str) -> None:
-        self._cuda = device.startswith("cuda")
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def forget(self) -> None:
-        if self._cuda:
-            torch.cuda.reset_peak_memory_stats()
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
         else:
             Path("/proc/self/clear_refs").write_text("5")
 
     def peak(self) -> float:
-        return torch.cuda.max_memory_allocated() / GIB if self._cuda else resident("VmHWM")
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device) / GIB
+        return resident("VmHWM")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="auto")
     parser.add_argument("--steps", type=int, default=1, help="steps after the first")
     parser.add_argument("--out", type=Path, help="file whose section t5gemma2-step is replaced by the table")
     options = parser.parse_args()
-    dtype = getattr(torch, options.dtype)
+    dtype, device = getattr(torch, options.dtype), torch.device(resolve_device(options.device))
     torch.manual_seed(0)
-    memory = Memory(options.device)
-    verifier = make_verifier(dtype, options.device)
+    memory = Memory(device)
+    verifier = make_verifier(dtype, device)
     draft = make_draft(verifier)
     optimizer = torch.optim.AdamW(draft.parameters(), 6e-4)
     draw = torch.Generator().manual_seed(0)
@@ -166,12 +168,13 @@ def report(
         ["draft's head", f"{DRAFT_VOCABULARY:,} rows", f"{head * size / GIB:.2f}"],
         ["peak of a step", f"{options.dtype}, {seconds:.1f} s", f"{peak:.2f}"],
     ]
-    if options.device == "cpu":
+    if verifier.device.type == "cpu":
         estimate = (parameters * 2 + head * 2 + trained * 16) / GIB + above * 2 / size
         verdict = "fits" if estimate < GPU_GIB else "does not fit"
         rows.append(["estimate for a GPU", f"bfloat16; {verdict} {GPU_GIB} GB", f"{estimate:.2f}"])
     table = markdown_table(["what", "of which kind", "GiB"], rows)
-    heading = f"`python benchmarks/t5gemma2_step.py {' '.join(sys.argv[1:])}`, {today()}; {machine_description()}."
+    machine = machine_description(verifier.device)
+    heading = f"`python benchmarks/t5gemma2_step.py {' '.join(sys.argv[1:])}`, {today()}; {machine}."
     print(f"{heading}\n\n{table}")
     if options.out:
         write_section(options.out, "t5gemma2-step", f"{heading}\n\n{table}")

@@ -8,9 +8,13 @@ from blockdraft.runtime import prepare_environment
 
 prepare_environment()
 os.environ["HF_HUB_OFFLINE"] = "1"  # tests never reach for a hub
+IS_ONE_OF_SEVERAL = "PYTEST_XDIST_WORKER" in os.environ
+if IS_ONE_OF_SEVERAL:
+    os.environ["OMP_NUM_THREADS"] = "1"  # processes side by side, and engines they start: a core each
 
 import dataclasses  # noqa: E402
 import json  # noqa: E402
+import socket  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import hypothesis  # noqa: E402
@@ -33,8 +37,10 @@ from transformers import (  # noqa: E402
     T5Gemma2ForConditionalGeneration,
 )
 
+from assets.once import made_once  # noqa: E402
 from blockdraft.checkpoints.speculators import DIGEST  # noqa: E402
 from blockdraft.checkpoints.store import CONFIG, WEIGHTS, digest  # noqa: E402
+from blockdraft.cli.main import run  # noqa: E402
 from blockdraft.contract import Contract  # noqa: E402
 from blockdraft.models.block_draft import BlockDraft  # noqa: E402
 from blockdraft.models.config import METHODS, DraftConfig  # noqa: E402
@@ -56,10 +62,17 @@ TEMPLATE = (
     "{% if add_generation_prompt %}assistant {% endif %}"
 )
 
-torch.set_num_threads(2)
+torch.set_num_threads(1 if IS_ONE_OF_SEVERAL else 2)
 # Tests never assert a time; hypothesis would, by default.
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first: the short ones at the end keep all processes busy until then."""
+    heavy = ("engine", "real", "asset")
+    long_files = {item.path for item in items if any(item.get_closest_marker(name) for name in heavy)}
+    items.sort(key=lambda item: item.path not in long_files)
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
@@ -192,17 +205,17 @@ def tiny_config(method: str = "dflash", **changes: object) -> DraftConfig:
 
 def tiny_draft(verifier: Verifier, config: DraftConfig, seed: int = 0) -> BlockDraft:
     """A draft with random weights and norms that are not one: norms of one hide faults."""
-    draft = BlockDraft(config)
+    draft = BlockDraft(config).to(verifier.device)
     generator = torch.Generator().manual_seed(seed + 1)
     if draft.vocabulary is not None:
         kept = torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size]
-        draft.vocabulary.keep(kept.sort().values)
+        draft.vocabulary.keep(kept.sort().values.to(verifier.device))
     draft.borrow(verifier.embed, verifier.head_VE)
     draft.initialise(seed)
     with torch.no_grad():
         for name, parameter in draft.named_parameters():
             if parameter.ndim == 1 and name != "norm.weight":
-                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator).to(verifier.device))
             elif parameter.ndim == 2 and "fusion_weights" not in name:
                 parameter.mul_(8)
         if draft.fusion.statistics is not None:
@@ -238,6 +251,21 @@ def own_replies(verifier: Verifier, source: str, prompts: Path, data: Path, max_
     regenerate(settings, verifier)
 
 
+def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """A command in this process: exit code, stdout, stderr."""
+    capsys.readouterr()
+    code = run([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def free_port() -> int:
+    """A port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def random_document(length: int, reply_start: int, seed: int, name: str | None = None) -> Document:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, 96, (length,), generator=generator).tolist()
@@ -245,11 +273,18 @@ def random_document(length: int, reply_start: int, seed: int, name: str | None =
 
 
 @pytest.fixture(scope="session")
-def real_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all processes of this run see; for `made_once`."""
+    own = tmp_path_factory.getbasetemp()
+    return (own.parent if IS_ONE_OF_SEVERAL else own) / "shared"
+
+
+@pytest.fixture(scope="session")
+def real_folder(shared_root: Path) -> Path:
     """SmolLM2-135M-Instruct, unpacked from its GGUF into an ordinary folder."""
-    folder = tmp_path_factory.mktemp("real") / "verifier"
-    save_folder(load_verifier(EMBEDDED, torch.float32), folder)
-    return folder
+    return made_once(
+        shared_root / "real-verifier", lambda folder: save_folder(load_verifier(EMBEDDED, torch.float32), folder)
+    )
 
 
 @pytest.fixture(scope="session")

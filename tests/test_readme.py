@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from conftest import call
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -30,15 +30,16 @@ def commands() -> list[str]:
 
 @pytest.mark.real
 @pytest.mark.engine
-def test_commands_run(tmp_path: Path) -> None:
+def test_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In this process, one after the other; what a process of its own adds to a command, the tests of it show."""
+    monkeypatch.chdir(tmp_path)
     ran = []
     for command in commands():
         words = shlex.split(command)
         if words[0] != "blockdraft":
             continue
-        arguments = [sys.executable, "-m", "blockdraft.cli.main", *words[1:], *SMALLER.get(words[1], [])]
-        done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, f"{command}\n{done.stderr}"
+        code, _, err = call(capsys, *words[1:], *SMALLER.get(words[1], []))
+        assert code == 0, f"{command}\n{err}"
         ran.append(words[1])
     assert ran == ["convert", "prepare", "regenerate", "train", "evaluate", "parity", "serve", "generate"]
     verifier = json.loads((tmp_path / "runs/draft/checkpoint_best/config.json").read_text())["speculators_config"][

@@ -1,4 +1,4 @@
-"""Choosing dtype and threads for the machine at hand; nothing here computes."""
+"""Choosing device, dtype and threads for the machine at hand; nothing here computes."""
 
 from __future__ import annotations
 
@@ -25,43 +25,75 @@ def prepare_environment() -> None:
 
 
 def limit_threads(num_threads: int) -> None:
-    """Use `num_threads` processor threads for tensor work; 0 keeps torch's own choice."""
+    """Use `num_threads` CPU threads for tensor work; 0 keeps torch's own choice."""
     import torch
 
     if num_threads:
         torch.set_num_threads(num_threads)
 
 
-def has_fast_bfloat16() -> bool:
-    """Whether this processor (or GPU) multiplies bfloat16 natively; emulated bfloat16 is slower than float32."""
+def resolve_device(name: str) -> str:
+    """The torch device that a name stands for; "auto" is CUDA where there is one, else the CPU.
+
+    Other accelerators are used when they are named: "auto" takes no device that nobody has run this on.
+
+    Raises:
+        InputError: torch knows no such device, or finds none on this machine.
+    """
     import torch
 
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported()
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InputError("--device", name, "torch knows no such device; give auto, cpu, cuda or cuda:1") from None
+    if device.type == "cpu":
+        return "cpu"
+    count = _num_devices(device.type)
+    if not count:
+        raise InputError("--device", name, f"torch {torch.__version__} finds none on this machine; give auto or cpu")
+    if (device.index or 0) >= count:
+        raise InputError("--device", name, f"the last one on this machine is {device.type}:{count - 1}")
+    return str(device)
+
+
+def _num_devices(kind: str) -> int:
+    """Devices of a torch device type on this machine."""
+    import torch
+
+    try:
+        module = torch.get_device_module(kind)
+        return int(module.device_count()) if module.is_available() else 0
+    except (RuntimeError, AttributeError):  # a type without a module, or one that is not made for tensors
+        return 0
+
+
+def has_fast_bfloat16(device: str | torch.device) -> bool:
+    """Whether a device multiplies bfloat16 natively; emulated bfloat16 is slower than float32."""
+    import torch
+
+    device = torch.device(device)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type != "cpu":
+        return False
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as cpuinfo:  # noqa: PTH123 - a device, not a file
         flags = next((line for line in cpuinfo if line.startswith(("flags", "Features"))), "")
         return any(flag in flags.split() for flag in ("avx512_bf16", "amx_bf16", "bf16"))
     return False
 
 
-def resolve_dtype(name: str, field: str = "--dtype") -> torch.dtype:
-    """Turn a dtype's name into the torch dtype; "auto" is bfloat16 where the processor has it, else float32."""
+def resolve_dtype(name: str, device: str | torch.device, field: str = "--dtype") -> torch.dtype:
+    """Turn a dtype's name into the torch dtype; "auto" is bfloat16 where the device has it, else float32."""
     import torch
 
     if name not in DTYPES:
         raise InputError(field, name, f"choose one of {', '.join(DTYPES)}")
     if name == "auto":
-        return torch.bfloat16 if has_fast_bfloat16() else torch.float32
+        return torch.bfloat16 if has_fast_bfloat16(device) else torch.float32
     return torch.bfloat16 if name == "bfloat16" else torch.float32
-
-
-def resolve_device(name: str) -> str:
-    """A torch device by its name; "auto" is the GPU where there is one, else the processor."""
-    import torch
-
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -69,15 +101,17 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def machine_description() -> str:
-    """One line that names the machine in results: processor, cores in use, native bfloat16."""
+def machine_description(device: str | torch.device = "cpu") -> str:
+    """One line that names in results what computed them: the device, CPU threads in use, native bfloat16."""
     import platform
 
     import torch
 
+    device = torch.device(device)
     model = platform.processor() or platform.machine()
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as cpuinfo:  # noqa: PTH123 - a device, not a file
         model = next((line.split(":", 1)[1].strip() for line in cpuinfo if line.startswith("model name")), model)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else model
-    bfloat16 = "native bfloat16" if has_fast_bfloat16() else "no native bfloat16"
-    return f"{device}, {torch.get_num_threads()} threads, {bfloat16}, torch {torch.__version__}"
+    if device.type != "cpu":
+        model = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} beside {model}"
+    bfloat16 = "native bfloat16" if has_fast_bfloat16(device) else "no native bfloat16"
+    return f"{model}, {torch.get_num_threads()} threads, {bfloat16}, torch {torch.__version__}"

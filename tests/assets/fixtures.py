@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from assets.t5gemma2 import Asset, small_t5gemma2
+from assets.once import made_once
+from assets.t5gemma2 import PAIRS, Asset, small_t5gemma2
 from blockdraft.checkpoints.store import load_draft, save_draft
 from blockdraft.contract import Contract
 from blockdraft.decoding.engine import DecodingEngine, Reply
@@ -86,18 +88,20 @@ def small_random_draft(
 
 
 @pytest.fixture(scope="session")
-def small_trained_draft(
-    small_asset: Asset, small_verifier: EncoderDecoderVerifier, tmp_path_factory: pytest.TempPathFactory
-) -> SmallDraft:
-    """A DFlare draft trained for a minute."""
-    root = tmp_path_factory.mktemp("small-trained")
-    count = min(1000, len(small_asset.train.read_text().splitlines()))
-    own_replies(small_verifier, f"pairs={small_asset.train}@{count}", root / "prompts", root / "data", LONGEST)
-    settings = TrainSettings(
-        verifier_name_or_path=str(small_asset.verifier), dtype="float32", data_path=root / "data",
-        save_path=root / "draft", speculator_type="dflare", logger="none", total_seq_len=1024, epochs=4000 / count,
-        max_anchors=256, num_layers=2,
-    )  # fmt: skip
-    train(settings, small_verifier)
-    folder = root / "draft" / BEST
+def small_trained_draft(small_asset: Asset, small_verifier: EncoderDecoderVerifier, shared_root: Path) -> SmallDraft:
+    """A DFlare draft trained for half a minute; real pairs need more than made-up ones."""
+    rows = 1000 if PAIRS in os.environ else 500
+    count = min(rows, len(small_asset.train.read_text().splitlines()))
+
+    def trained(folder: Path) -> None:
+        data = folder / "data"
+        own_replies(small_verifier, f"pairs={small_asset.train}@{count}", folder / "prompts", data, LONGEST)
+        settings = TrainSettings(
+            verifier_name_or_path=str(small_asset.verifier), dtype="float32", data_path=data,
+            save_path=folder / "draft", speculator_type="dflare", logger="none", total_seq_len=1024,
+            epochs=4 * rows / count, max_anchors=256, num_layers=2,
+        )  # fmt: skip
+        train(settings, small_verifier)
+
+    folder = made_once(shared_root / "small-trained", trained) / "draft" / BEST
     return SmallDraft(folder, *load_draft(folder, small_verifier, torch.float32))

@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerFast, T5Gemma2Config, T5Gemma2ForCon
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from once import made_once
 from venues import Pair, venue_pairs
 
 from blockdraft.folders import replacing, write_text
@@ -32,7 +33,7 @@ from blockdraft.folders import replacing, write_text
 PAIRS = "BLOCKDRAFT_PAIRS"  # names a CSV file of real pairs to learn instead
 SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"]
 PAD, EOS, BOS, UNK, MASK, BOI, EOI, IMAGE = range(8)
-VOCABULARY, BATCH, LEARNING_RATE = 1500, 32, 1e-3
+VOCABULARY, BATCH, LEARNING_RATE = 1500, 16, 1e-3
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% if not loop.last %}\n{% endif %}{% endfor %}"
 
 
@@ -64,9 +65,7 @@ def small_t5gemma2() -> Asset:
     key = hashlib.sha256(b"".join([*code, repr((pairs, torch.__version__)).encode()])).hexdigest()[:16]
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = home / "blockdraft" / f"t5gemma2-{key}"
-    if not folder.exists():
-        make(folder, pairs, steps)
-    return Asset(folder)
+    return Asset(made_once(folder, lambda new: make(new, pairs, steps)))
 
 
 def read_pairs(path: Path) -> list[Pair]:

@@ -162,7 +162,7 @@ def test_every_config_and_contract_field_matters(saved: tuple[BlockDraft, Path],
 
 
 def test_compute_dtype_decides_what_auto_means(tiny_verifier: CausalVerifier, tmp_path: Path) -> None:
-    """`--dtype auto` computes in what the draft was trained in, where the processor has it."""
+    """`--dtype auto` computes in what the draft was trained in, where the device has it."""
     save_folder(tiny_verifier, tmp_path / "verifier")
     draft = tiny_draft(tiny_verifier, tiny_config())
     contract = contract_of(draft, tiny_verifier)
@@ -170,7 +170,8 @@ def test_compute_dtype_decides_what_auto_means(tiny_verifier: CausalVerifier, tm
         folder = tmp_path / trained_in
         save_draft(folder, draft, dataclasses.replace(contract, compute_dtype=trained_in), torch.float32, {})
         pair = load_pair(CheckpointSettings(checkpoint=folder, verifier_name_or_path=str(tmp_path / "verifier")))
-        wanted = torch.bfloat16 if trained_in == "bfloat16" and has_fast_bfloat16() else torch.float32
+        half = trained_in == "bfloat16" and has_fast_bfloat16(pair.verifier.device)
+        wanted = torch.bfloat16 if half else torch.float32
         assert pair.verifier.dtype == pair.draft.norm.weight.dtype == wanted
 
 

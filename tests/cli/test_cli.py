@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,12 @@ import torch
 from blockdraft.checkpoints.store import save_draft
 from blockdraft.cli import tables
 from blockdraft.cli.flags import list_flags, spread_lists
-from blockdraft.cli.main import run
 from blockdraft.cli.verbs import VERBS
 from blockdraft.errors import InputError
 from blockdraft.pipeline.prepare import prepare as prepare_data
 from blockdraft.settings import PrepareSettings, TrainSettings, build, resolved
 from blockdraft.verifiers.loading import load_verifier, save_folder
-from conftest import contract_of, tiny_config, tiny_draft, tiny_verifier_of
+from conftest import call, contract_of, tiny_config, tiny_draft, tiny_verifier_of
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +41,6 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "empty.jsonl").write_text("\n")
     (root / "long.jsonl").write_text(json.dumps({"prompt": "w5 " * 400}))
     return root
-
-
-def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    code = run([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -208,20 +200,21 @@ def test_lists_may_be_written_with_spaces() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_training_saves_its_state_and_is_130(workshop: Path, tmp_path: Path, number: int) -> None:
+def test_a_stopped_training_saves_its_state_and_is_130(
+    capsys: pytest.CaptureFixture[str], workshop: Path, tmp_path: Path, number: int
+) -> None:
     """Ctrl-C or SIGTERM: one line that says how to go on, no traceback, and the state on disk."""
     base = [sys.executable, "-m", "blockdraft.cli.main"]
-    verifier = ["--verifier-name-or-path", str(workshop / "verifier"), "--dtype", "float32", "--threads", "1"]
+    verifier = ["--verifier-name-or-path", str(workshop / "verifier"), "--dtype", "float32"]
     data = ["--data-path", str(workshop / "prompts"), "--save-path", str(tmp_path / "data")]
-    subprocess.run([*base, "regenerate", *verifier, *data, "--max-new-tokens", "20"], check=True)
+    assert call(capsys, "regenerate", *verifier, *data, "--max-new-tokens", "20")[0] == 0
     folders = ["--data-path", str(tmp_path / "data"), "--save-path", str(tmp_path / "run")]
     command = [*base, "train", *verifier, *folders, "--epochs", "10000", "--num-taps", "2", "--logger", "none"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*command, "--threads", "1"], stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:
         if line.startswith("training: ") and "steps" in line:
             break
-    time.sleep(2)
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130

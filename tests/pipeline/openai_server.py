@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ class Server:
     """Attributes:
     seen: how often each request (its messages) came.
     vllm: give token ids, as vLLM does when asked.
+    over: set at the end; a request that hangs waits for it.
     """
 
     def __init__(self, verifier: CausalVerifier, fault: Fault, vllm: bool, key: str | None) -> None:
@@ -34,6 +34,7 @@ class Server:
         self.template = ChatTemplate(verifier.tokenizer, verifier.stop_ids)
         self.seen: Counter[str] = Counter()
         self.most_at_once = self._now = 0
+        self.over = threading.Event()
         self._lock = threading.Lock()
 
     def answer(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]] | None:
@@ -48,7 +49,7 @@ class Server:
             if fault == "drop":
                 return None
             if fault == "hang":
-                time.sleep(2)
+                self.over.wait()
             elif fault:
                 return int(fault), {"error": f"fault {fault}"}
             return 200, self._decoded(body)
@@ -118,5 +119,6 @@ def openai_server(
     try:
         yield f"http://127.0.0.1:{http.server_port}", server
     finally:
+        server.over.set()
         http.shutdown()
         http.server_close()

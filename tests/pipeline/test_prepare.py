@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import random
 import signal
-import time
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -113,21 +113,42 @@ def test_the_same_settings_give_the_same_bytes(
     assert one != other and set(one) != set(other)
 
 
+# Children fork from a process without threads that has imported what they need: a fork of this one may wait for a lock
+# that a thread of it held.
+CHILDREN = multiprocessing.get_context("forkserver")
+CHILDREN.set_forkserver_preload(["blockdraft.pipeline.prepare"])
+
+
+def prepare_watched(settings: PrepareSettings, count: Any, last: int) -> None:
+    """Prepare, counting the operations on files; the process is killed at the `last` one (0: at none)."""
+
+    def watch(event: str, _: Any) -> None:
+        if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir"):
+            count.value += 1
+            if count.value == last:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+    prepare(settings)
+
+
+def in_a_child(settings: PrepareSettings, last: int = 0) -> int:
+    """`prepare_watched` in a child: how many operations there were."""
+    count = CHILDREN.Value("i", 0)
+    child = CHILDREN.Process(target=prepare_watched, args=(settings, count, last))
+    child.start()
+    child.join()
+    assert child.exitcode == (-signal.SIGKILL if last else 0)
+    return int(count.value)
+
+
 def test_a_kill_at_any_moment_and_a_rerun_give_the_clean_result(
     verifier: str, sources: dict[str, Path], tmp_path: Path
 ) -> None:
     settings = settings_of(verifier, sources, tmp_path / "killed", num_workers=1)
-    start = time.monotonic()
-    prepare(settings_of(verifier, sources, tmp_path / "clean", num_workers=1))
-    whole = time.monotonic() - start
-    context = multiprocessing.get_context("fork")
+    whole = in_a_child(settings_of(verifier, sources, tmp_path / "clean", num_workers=1))
     for share in (0.1, 0.35, 0.6, 0.8, 0.95):
-        child = context.Process(target=prepare, args=(settings,))
-        child.start()
-        time.sleep(share * whole)
-        assert child.pid is not None
-        os.kill(child.pid, signal.SIGKILL)
-        child.join()
+        in_a_child(settings, int(share * whole))
     prepare(settings)
     assert files(tmp_path / "killed") == files(tmp_path / "clean")
     assert {path.name for path in tmp_path.iterdir()} == {"clean", "killed"}  # nothing of the killed runs is left

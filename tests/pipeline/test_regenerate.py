@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -168,15 +167,15 @@ def test_a_server_writes_what_this_process_writes(
 ) -> None:
     """Also one that gives text only: it is encoded anew. Faults that pass are tried again."""
 
-    def fault(_: str, times: int) -> str | None:
-        return {1: "500", 2: "drop", 3: "429"}.get(times)
+    def fault(text: str, times: int) -> str | None:
+        return {1: "500", 2: "drop", 3: "429"}.get(times) if text in ("w1 w0", "w4 w1", "w9") else None
 
     regenerate(settings_of(verifier, prompts, tmp_path / "here", batch_size=1), verifier)
     with openai_server(verifier, fault, vllm) as (url, server):
         settings = settings_of(verifier, prompts, tmp_path / "there", endpoint=url, concurrency=5, max_retries=3)
         regenerate(settings)
     assert replies(tmp_path / "there") == replies(tmp_path / "here")
-    assert set(server.seen.values()) == {4} and 2 <= server.most_at_once <= 5
+    assert sorted(server.seen.values())[-4:] == [1, 4, 4, 4] and 2 <= server.most_at_once <= 5
     assert {path.name for path in (tmp_path / "there").iterdir()} == {"documents.parquet", RECORD, REJECTS}
 
 
@@ -185,7 +184,7 @@ def test_a_slow_answer_is_given_up_and_asked_for_again(verifier: CausalVerifier,
         return "hang" if times == 1 and text == "w3 w0" else None
 
     with openai_server(verifier, fault) as (url, server):
-        regenerate(settings_of(verifier, prompts, tmp_path / "d", endpoint=url, request_timeout=1.0))
+        regenerate(settings_of(verifier, prompts, tmp_path / "d", endpoint=url, request_timeout=3.0))
     assert sum(server.seen.values()) == len(server.seen) + 1
 
 
@@ -211,19 +210,15 @@ def test_a_killed_client_goes_on_without_losing_or_repeating(
     verifier: CausalVerifier, prompts: Path, tmp_path: Path
 ) -> None:
     def fault(_: str, __: int) -> None:
-        time.sleep(0.05)
+        if sum(server.seen.values()) == 6 and child.pid is not None:
+            os.kill(child.pid, signal.SIGKILL)
 
     with openai_server(verifier, fault) as (url, server):
         settings = settings_of(verifier, prompts, tmp_path / "d", endpoint=url, concurrency=1)
         child = multiprocessing.get_context("spawn").Process(target=regenerate, args=(settings,))
         child.start()
-        while sum(server.seen.values()) < 6:
-            time.sleep(0.02)
-        assert child.pid is not None
-        os.kill(child.pid, signal.SIGKILL)
         child.join()
-        before = sum(server.seen.values())
-        assert before < 25
+        assert child.exitcode == -signal.SIGKILL and sum(server.seen.values()) == 6
         result = regenerate(settings)
     assert result["documents"] == 21
     assert sum(server.seen.values()) <= len(server.seen) + 1  # at most the one that was under way

@@ -1,15 +1,19 @@
-"""The real verifier as vLLM serves it, drafts for it, and the verifier's own text."""
+"""Verifiers as vLLM serves them, the real one and a random one, drafts for them, and their own text."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from assets.once import made_once
 from blockdraft.checkpoints.store import load_draft, save_draft
 from blockdraft.contract import Contract
 from blockdraft.data.workloads import workload_prompts
@@ -26,10 +30,13 @@ from blockdraft.serving.parity import Finding, blocks_of, compare_counters, comp
 from blockdraft.settings import SamplingSettings, TrainSettings
 from blockdraft.training.trainer import BEST
 from blockdraft.verifiers.causal import CausalVerifier
-from conftest import contract_of, own_replies, tiny_config, tiny_draft
+from blockdraft.verifiers.loading import save_folder
+from conftest import contract_of, own_replies, tiny_config, tiny_draft, tiny_tokenizer
 
 LIMITS = [4, 17, 9, 25, 12, 20]  # by prompt: replies end at different times
 EAGER = {"enforce_eager": True}
+SERVED_VOCAB = 1000  # no multiple of 64, to which the engine fills up
+HEAD_DIM = 32  # the smallest that the engine's attention on processors computes
 
 
 @dataclass(frozen=True)
@@ -40,13 +47,55 @@ class OwnText:
     replies: list[list[int]]
 
 
+@dataclass(frozen=True)
+class Speaker:
+    """A verifier in a folder, for the engine, and what it says."""
+
+    folder: Path
+    verifier: CausalVerifier
+    text: OwnText
+
+
+def own_text_of(verifier: CausalVerifier, prompts: list[list[int]]) -> OwnText:
+    sampling = SamplingSettings(max_new_tokens=max(LIMITS))
+    plain = DecodingEngine(verifier, None, 0, sampling).generate(prompts, 6)
+    return OwnText(prompts, [r.tokens[:limit] for r, limit in zip(plain, LIMITS, strict=True)])
+
+
 @pytest.fixture(scope="session")
 def own_text(real_verifier: CausalVerifier) -> OwnText:
     records, chat = (workload_prompts(name)[1] for name in ("records", "chat"))
-    prompts = encode_all(real_verifier, [*records[:4], *chat[:2]])
-    sampling = SamplingSettings(max_new_tokens=max(LIMITS))
-    plain = DecodingEngine(real_verifier, None, 0, sampling).generate(prompts, 6)
-    return OwnText(prompts, [r.tokens[:limit] for r, limit in zip(plain, LIMITS, strict=True)])
+    return own_text_of(real_verifier, encode_all(real_verifier, [*records[:4], *chat[:2]]))
+
+
+@pytest.fixture(scope="session")
+def real_speaker(real_folder: Path, real_verifier: CausalVerifier, own_text: OwnText) -> Speaker:
+    return Speaker(real_folder, real_verifier, own_text)
+
+
+def random_llama(folder: Path, vocab_size: int) -> CausalVerifier:
+    """A random Llama that the engine serves, saved in a folder: what no test of real text needs, starts sooner."""
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=HEAD_DIM, max_position_embeddings=512, initializer_range=0.3, eos_token_id=1,
+        pad_token_id=0, bos_token_id=None, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    model.generation_config.eos_token_id = 1
+    save_folder(CausalVerifier(model, tiny_tokenizer(), str(folder)), folder)
+    return CausalVerifier(model, tiny_tokenizer(), str(folder))
+
+
+@pytest.fixture(scope="session")
+def random_speaker(tmp_path_factory: pytest.TempPathFactory) -> Speaker:
+    folder = tmp_path_factory.mktemp("random") / "verifier"
+    verifier = random_llama(folder, SERVED_VOCAB)
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(3, 96, (n,), generator=generator).tolist() for n in (40, 61, 7, 90, 33, 110)]
+    text = own_text_of(verifier, prompts)
+    assert min(len(set(reply)) for reply in text.replies) > 3  # not one token over and over
+    return Speaker(folder, verifier, text)
 
 
 @dataclass(frozen=True)
@@ -56,97 +105,89 @@ class Checkpoint:
     contract: Contract
 
 
-def real_config(method: str, **changes: object) -> DraftConfig:
-    """A small draft for SmolLM2-135M."""
+def served_config(method: str, **changes: object) -> DraftConfig:
+    """A draft for the random Llama."""
     widths: dict[str, object] = {
-        "hidden_size": 576, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "intermediate_size": 256,
-        "rms_norm_eps": 1e-5, "vocab_size": 49152, "draft_vocab_size": 49152, "tap_ids": (2, 15, 30),
-        "mask_token_id": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
-        "max_position_embeddings": 8192,
+        "head_dim": HEAD_DIM, "vocab_size": SERVED_VOCAB, "draft_vocab_size": SERVED_VOCAB,
+        "max_position_embeddings": 512,
     }  # fmt: skip
     return dataclasses.replace(tiny_config(method), **{**widths, **changes})
 
 
 @pytest.fixture(scope="session")
 def random_checkpoint(
-    real_verifier: CausalVerifier, tmp_path_factory: pytest.TempPathFactory
+    random_speaker: Speaker, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[DraftConfig], Checkpoint]:
     """Saved drafts with random weights, and norms that are not one: untrained norms of one hide faults."""
+
     made: dict[str, Checkpoint] = {}
 
     def make(config: DraftConfig) -> Checkpoint:
-        key = str(config)
+        key, verifier = str(config), random_speaker.verifier
         if key not in made:
-            draft = tiny_draft(real_verifier, config, len(made))
-            contract = contract_of(draft, real_verifier)
+            draft = tiny_draft(verifier, config, zlib.crc32(key.encode()))  # the same whichever test asks first
+            contract = contract_of(draft, verifier)
             folder = tmp_path_factory.mktemp("drafts") / contract.method
             save_draft(folder, draft, contract, torch.float32, {})
-            made[key] = Checkpoint(folder, *load_draft(folder, real_verifier, torch.float32))
+            made[key] = Checkpoint(folder, *load_draft(folder, verifier, torch.float32))
         return made[key]
 
     return make
 
 
 @pytest.fixture(scope="session")
-def trained_checkpoint(
-    real_verifier: CausalVerifier, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Checkpoint]:
-    """Drafts trained for some tens of steps on the verifier's own replies, one of each method."""
-    root = tmp_path_factory.mktemp("trained")
-    made: dict[str, Checkpoint] = {}
+def trained_checkpoint(real_verifier: CausalVerifier, shared_root: Path) -> Callable[[str], Checkpoint]:
+    """Drafts trained for some tens of steps on the verifier's own replies; DFlash in the whole vocabulary."""
+
+    def data(folder: Path) -> None:
+        own_replies(real_verifier, "records=builtin/records@48", folder / "prompts", folder / "data", 64)
 
     def make(method: str) -> Checkpoint:
-        data = root / "data"
-        if not data.exists():
-            own_replies(real_verifier, "records=builtin/records@48", root / "prompts", data, 64)
-        if method not in made:
+        def trained(folder: Path) -> None:
             settings = TrainSettings(
-                verifier_name_or_path=real_verifier.identity.name, dtype="float32", data_path=data,
-                save_path=root / method, speculator_type=method, mask_token_id=4, logger="none", total_seq_len=1024,
-                epochs=3.0, max_anchors=96, num_layers=1,
+                verifier_name_or_path=real_verifier.identity.name, dtype="float32",
+                data_path=made_once(shared_root / "real-data", data) / "data", save_path=folder / "run",
+                speculator_type=method, draft_vocab_size=None if method == "dflash" else 2000, mask_token_id=4,
+                logger="none", total_seq_len=1024, epochs=3.0, max_anchors=96, num_layers=1,
             )  # fmt: skip
             train(settings, real_verifier)
-            folder = root / method / BEST
-            made[method] = Checkpoint(folder, *load_draft(folder, real_verifier, torch.float32))
-        return made[method]
 
-    return make
+        folder = made_once(shared_root / f"real-{method}", trained) / "run" / BEST
+        return Checkpoint(folder, *load_draft(folder, real_verifier, torch.float32))
+
+    return functools.cache(make)
 
 
-@pytest.fixture(scope="session")
-def serve_offline(real_folder: Path, own_text: OwnText, real_verifier: CausalVerifier) -> Callable[..., list[Decoded]]:
-    """Decode the prompts by vLLM, four at a time, with each draft and K; one child runs all of its engines."""
+def request_of(speaker: Speaker, checkpoint: Checkpoint, k: int, by_folder: bool = False, **changes: object) -> Request:
+    """The speaker's prompts through vLLM, four at a time; `by_folder`: the engine finds the verifier by the draft."""
+    speculative = speculative_config(checkpoint.folder, checkpoint.contract, k, v1_runner=True)
+    request = Request(
+        verifier=str(checkpoint.folder if by_folder else speaker.folder),
+        prompts=speaker.text.prompts,
+        stop_ids=sorted(speaker.verifier.stop_ids),
+        max_tokens=LIMITS,
+        dtype="float32",
+        max_num_seqs=4,
+        max_model_len=512,
+        speculative=None if by_folder else speculative,
+        engine=EAGER | DETAILED,
+    )
+    return dataclasses.replace(request, **changes)
 
-    def serve(*pairs: tuple[Checkpoint, int], by_folder: bool = False, **changes: object) -> list[Decoded]:
-        def request(checkpoint: Checkpoint, k: int) -> Request:
-            return Request(
-                verifier=str(checkpoint.folder if by_folder else real_folder),
-                prompts=own_text.prompts,
-                stop_ids=sorted(real_verifier.stop_ids),
-                max_tokens=LIMITS,
-                dtype="float32",
-                max_num_seqs=4,
-                max_model_len=512,
-                speculative=None
-                if by_folder
-                else speculative_config(checkpoint.folder, checkpoint.contract, k, v1_runner=True),
-                engine=EAGER | DETAILED,
-            )
 
-        requests = [dataclasses.replace(request(*pair), **changes) for pair in pairs]
-        return decode(requests, engine_environment(0, cpu=True, v1_runner=True))
-
-    return serve
+def served(requests: Sequence[Request]) -> list[Decoded]:
+    """One child runs an engine for each."""
+    return decode(requests, engine_environment(0, cpu=True, v1_runner=True))
 
 
 def findings_of(
-    served: Decoded, checkpoint: Checkpoint, verifier: CausalVerifier, text: OwnText, k: int
+    answer: Decoded, checkpoint: Checkpoint, verifier: CausalVerifier, text: OwnText, k: int
 ) -> list[Finding]:
     """Every block, agreed count and counter against the trainer's forward; the text is compared by the tests."""
-    found = compare_counters(served.replies, served.counters, k)
-    for index, (prompt, reply) in enumerate(zip(text.prompts, served.replies, strict=True)):
+    found = compare_counters(answer.replies, answer.counters, k)
+    for index, (prompt, reply) in enumerate(zip(text.prompts, answer.replies, strict=True)):
         document = Document.of_reply(str(index), prompt, reply.tokens, "length")
         proposals = document_proposals(verifier, checkpoint.draft, document, k)
-        blocks = blocks_of(reply, served.blocks)
+        blocks = blocks_of(reply, answer.blocks)
         found += compare_reply("vllm", index, prompt, reply, proposals, blocks, lambda *_: None, 0.0)
     return found

@@ -18,22 +18,19 @@ from safetensors.torch import load_file
 
 from blockdraft.checkpoints.store import CONFIG, WEIGHTS
 from blockdraft.models.vocabulary import map_hash
-from blockdraft.serving.launcher import engine_environment, speculative_config
-from blockdraft.serving.offline import DETAILED, Request, decode
-from blockdraft.verifiers.causal import CausalVerifier
-from conftest import rewrite
-from serving.fixtures import EAGER, LIMITS, Checkpoint, OwnText, findings_of, real_config
+from conftest import MASK, rewrite
+from serving.fixtures import HEAD_DIM, Checkpoint, Speaker, findings_of, request_of, served, served_config
 
-pytestmark = [pytest.mark.real, pytest.mark.engine]
+pytestmark = pytest.mark.engine
 K = 3
 
 
 def taps(config: dict, _: dict) -> None:
-    config["aux_hidden_state_layer_ids"] = config["blockdraft"]["tap_ids"] = [2, 16, 30]
+    config["aux_hidden_state_layer_ids"] = config["blockdraft"]["tap_ids"] = [0, 3, 4]
 
 
 def mask(config: dict, _: dict) -> None:
-    config["mask_token_id"] = config["blockdraft"]["mask_token_id"] = 5
+    config["mask_token_id"] = config["blockdraft"]["mask_token_id"] = MASK + 1
 
 
 def rotary(config: dict, _: dict) -> None:
@@ -47,7 +44,7 @@ def causality(config: dict, _: dict) -> None:
 
 
 def norm(_: dict, tensors: dict) -> None:
-    tensors["layers.1.self_attn.k_norm.weight"] *= torch.linspace(0.2, 3, 64)
+    tensors["layers.1.self_attn.k_norm.weight"] *= torch.linspace(0.2, 3, HEAD_DIM)
 
 
 def vocabulary(config: dict, tensors: dict) -> None:
@@ -63,28 +60,20 @@ CHANGES = {f.__name__: f for f in (taps, mask, rotary, causality, norm, vocabula
 
 
 def test_every_changed_fact_is_found(
-    random_checkpoint: Callable[..., Checkpoint], real_verifier: CausalVerifier, real_folder: Path, own_text: OwnText,
-    tmp_path: Path,
-) -> None:  # fmt: skip
-    original = random_checkpoint(real_config("dflash", draft_vocab_size=1500))
-    requests = []
+    random_checkpoint: Callable[..., Checkpoint], random_speaker: Speaker, tmp_path: Path
+) -> None:
+    original = random_checkpoint(served_config("dflash", draft_vocab_size=300))
+    drafts = []
     for name, change in CHANGES.items():
         folder = Path(shutil.copytree(original.folder, tmp_path / name))
         config, tensors = json.loads((folder / CONFIG).read_text()), load_file(folder / WEIGHTS)
         change(config, tensors)
         rewrite(folder, tensors, config)
-        requests.append(
-            Request(
-                verifier=str(real_folder), prompts=own_text.prompts, stop_ids=sorted(real_verifier.stop_ids),
-                max_tokens=LIMITS, dtype="float32", max_num_seqs=4, max_model_len=512,
-                speculative=speculative_config(folder, original.contract, K, v1_runner=True), engine=EAGER | DETAILED,
-            )
-        )  # fmt: skip
-    requests.append(dataclasses.replace(requests[0], speculative=speculative_config(
-        original.folder, original.contract, K, v1_runner=True)))  # fmt: skip
-    answers = decode(requests, engine_environment(0, cpu=True, v1_runner=True))
-    for name, served in zip([*CHANGES, None], answers, strict=True):
-        assert [reply.tokens for reply in served.replies] == own_text.replies, name
-        found = findings_of(served, original, real_verifier, own_text, K)
+        drafts.append(dataclasses.replace(original, folder=folder))
+    answers = served([request_of(random_speaker, draft, K) for draft in [*drafts, original]])
+    text = random_speaker.text
+    for name, answer in zip([*CHANGES, None], answers, strict=True):
+        assert [reply.tokens for reply in answer.replies] == text.replies, name
+        found = findings_of(answer, original, random_speaker.verifier, text, K)
         assert bool(found) == (name is not None), name
         assert all(finding.stage == "proposed tokens" for finding in found), name

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import subprocess
-import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -17,11 +18,33 @@ from conftest import contract_of, tiny_config, tiny_draft, tiny_verifier_of
 pytestmark = pytest.mark.engine
 
 
+# One process imports the engine; each test runs in a fork of it.
+ENGINE = multiprocessing.get_context("forkserver")
+ENGINE.set_forkserver_preload(
+    [
+        "vllm.transformers_utils.configs.speculators.base",
+        "vllm.v1.sample.rejection_sampler",
+        "vllm.v1.spec_decode.dflash",
+    ]
+)
+IN_CHILD = """
+import os, sys
+for stream, path in ((1, {out!r}), (2, {err!r})):
+    os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), stream)
+sys.argv[1:] = {arguments!r}
+"""
+
+
 def in_child(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run code in a process of its own, since the plugin changes the engine's classes for good."""
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *arguments], capture_output=True, text=True, check=False
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = f"{folder}/out", f"{folder}/err"
+        prelude = IN_CHILD.format(out=out, err=err, arguments=list(arguments))
+        child = ENGINE.Process(target=exec, args=(prelude + textwrap.dedent(code), {}))
+        child.start()
+        child.join()
+        said = Path(out).read_text(encoding="utf-8"), Path(err).read_text(encoding="utf-8")
+        return subprocess.CompletedProcess(arguments, child.exitcode or 0, *said)
 
 
 def test_it_is_found_by_entry_point_and_registers_once() -> None:

@@ -7,36 +7,23 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from blockdraft.checkpoints.store import save_draft
 from blockdraft.ops.sampling import sampling_probs
 from blockdraft.serving.launcher import engine_environment
 from blockdraft.serving.offline import DETAILED, Decoded, Request, decode
 from blockdraft.verifiers.causal import CausalVerifier
-from blockdraft.verifiers.loading import save_folder
-from conftest import VOCAB, contract_of, tiny_config, tiny_draft, tiny_tokenizer
+from conftest import VOCAB, contract_of, tiny_config, tiny_draft
+from serving.fixtures import HEAD_DIM, random_llama
 
 pytestmark = pytest.mark.engine
 
 DRAWS, TEMPERATURE, PROMPT = 4000, 2.0, list(range(5, 25))
-HEAD_DIM = 32  # the smallest that the engine's attention on processors computes
 
 
 @pytest.fixture(scope="module")
 def verifier(tmp_path_factory: pytest.TempPathFactory) -> CausalVerifier:
-    torch.manual_seed(1)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=HEAD_DIM, max_position_embeddings=256, initializer_range=0.3,
-            eos_token_id=1, pad_token_id=0, bos_token_id=None, tie_word_embeddings=False,
-        )
-    )  # fmt: skip
-    model.generation_config.eos_token_id = 1
-    folder = tmp_path_factory.mktemp("tiny") / "verifier"
-    save_folder(CausalVerifier(model, tiny_tokenizer(), str(folder)), folder)
-    return CausalVerifier(model, tiny_tokenizer(), str(folder))
+    return random_llama(tmp_path_factory.mktemp("tiny") / "verifier", VOCAB)
 
 
 def next_token(verifier: CausalVerifier) -> torch.Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from blockdraft.serving.plugin import require_servable
 from blockdraft.settings import ServeSettings
 from blockdraft.verifiers.identity import read_identity
 from blockdraft.verifiers.loading import load_verifier, save_folder
-from conftest import FAMILIES, contract_of, tiny_config, tiny_draft, tiny_verifier_of
+from conftest import FAMILIES, call, contract_of, free_port, tiny_config, tiny_draft, tiny_verifier_of
 
 pytestmark = pytest.mark.engine
 
@@ -46,9 +45,11 @@ def test_identity_of_a_folder_is_that_of_the_loaded_model(tmp_path: Path, family
     assert (final_norm, softcap) == (verifier.final_norm, verifier.logit_softcap)
 
 
-def test_the_plan_says_what_is_served(workshop: Path) -> None:
+def test_the_plan_says_what_is_served(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # it would win over --threads
+    port = free_port()
     settings = ServeSettings(
-        checkpoint=workshop / "dflare", k=3, port=18765, threads=1, engine_arguments=("--max-num-seqs", "2")
+        checkpoint=workshop / "dflare", k=3, port=port, threads=1, engine_arguments=("--max-num-seqs", "2")
     )
     plan = planned(settings)
     speculative = json.loads(plan.command[plan.command.index("--speculative-config") + 1])
@@ -56,17 +57,20 @@ def test_the_plan_says_what_is_served(workshop: Path) -> None:
     assert plan.command[:3] == [str(Path(sys.executable).with_name("vllm")), "serve", str(workshop / "verifier")]
     assert plan.command[-2:] == ["--max-num-seqs", "2"]
     assert plan.environment["OMP_WAIT_POLICY"] == "PASSIVE" and plan.environment["OMP_NUM_THREADS"] == "1"
-    for word in (str(workshop / "verifier"), "dflare", "K=3", "context full", "http://127.0.0.1:18765"):
+    for word in (str(workshop / "verifier"), "dflare", "K=3", "context full", f"http://127.0.0.1:{port}"):
         assert word in plan.summary
 
 
-def test_the_command_prints_its_plan_and_passes_unknown_flags_on(workshop: Path) -> None:
-    command = [sys.executable, "-m", "blockdraft.cli.main", "serve", str(workshop / "dspark"), "--port", "18766",
-               "--dry-run", "--json", "--max-model-len", "128", "--enforce-eager"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["command"][-3:] == ["--max-model-len", "128", "--enforce-eager"]
-    assert done.stderr.count("\n") == 1 and "K=8" in done.stderr
+def test_the_command_prints_its_plan_and_passes_unknown_flags_on(
+    workshop: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = call(
+        capsys, "serve", workshop / "dspark", "--port", free_port(), "--dry-run", "--json", "--max-model-len", "128",
+        "--enforce-eager",
+    )  # fmt: skip
+    assert code == 0, err
+    assert json.loads(out)["command"][-3:] == ["--max-model-len", "128", "--enforce-eager"]
+    assert err.count("\n") == 1 and "K=8" in err
 
 
 @pytest.mark.parametrize(
@@ -84,7 +88,7 @@ def test_a_mismatch_is_refused(workshop: Path, changes: dict, message: str) -> N
     if changes.get("verifier_name_or_path") == "stranger":
         changes = {"verifier_name_or_path": str(workshop / "stranger")}
     with pytest.raises(InputError, match=message.replace("(", r"\(")):
-        planned(ServeSettings(checkpoint=workshop / "dflash", port=18767, **changes))
+        planned(ServeSettings(checkpoint=workshop / "dflash", port=free_port(), **changes))
 
 
 def test_a_port_in_use_is_refused(workshop: Path) -> None:
@@ -97,7 +101,7 @@ def test_a_port_in_use_is_refused(workshop: Path) -> None:
 
 
 def test_an_environment_without_the_plugin_is_refused(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = ServeSettings(checkpoint=workshop / "dflash", port=18768)
+    settings = ServeSettings(checkpoint=workshop / "dflash", port=free_port())
     with monkeypatch.context() as patch:
         patch.setenv("VLLM_PLUGINS", "another")
         with pytest.raises(InputError, match="VLLM_PLUGINS: another: leaves out the plugin"):

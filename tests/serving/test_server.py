@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from blockdraft.serving.client import EngineClient
 from blockdraft.serving.launcher import Launch, running, stop
 from blockdraft.settings import SamplingSettings
 from blockdraft.verifiers.causal import CausalVerifier
+from conftest import call, free_port
 from serving.fixtures import Checkpoint, OwnText
 
 pytestmark = [pytest.mark.real, pytest.mark.engine]
@@ -51,9 +51,7 @@ def server(
 ) -> Iterator[Server]:
     checkpoint = trained_checkpoint("dflare")
     folder = tmp_path_factory.mktemp("server")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     record = folder / "blocks.jsonl"
     command = [*BLOCKDRAFT, "serve", str(checkpoint.folder), "--dtype", "float32", "--port", str(port), "--record",
                str(record), *ENGINE]  # fmt: skip
@@ -62,17 +60,13 @@ def server(
         yield Server(process, plan.url, record, checkpoint)
 
 
-def blockdraft(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*BLOCKDRAFT, *arguments], capture_output=True, text=True, check=False)
-
-
-def test_parity_with_a_running_server(server: Server) -> None:
-    done = blockdraft(
-        "parity", str(server.checkpoint.folder), "--dtype", "float32", "--endpoint", server.url, "--record",
+def test_parity_with_a_running_server(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call(
+        capsys, "parity", str(server.checkpoint.folder), "--dtype", "float32", "--endpoint", server.url, "--record",
         str(server.record), "--max-prompts", "4", "--max-new-tokens", "24", "--json",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    assert code == 0, err
+    result = json.loads(out)
     found = result["k"]["7"]
     assert result["faults"] == found["ties"] == 0 and found["blocks_recorded"]
     lengths = found["acceptance_length"]
@@ -80,21 +74,21 @@ def test_parity_with_a_running_server(server: Server) -> None:
     assert abs(lengths["vllm_counters"] - lengths["vllm"]) < 1  # counted beyond the end of replies
 
 
-def test_generate_streams_from_the_server(server: Server, own_text: OwnText) -> None:
-    arguments = ("generate", str(server.checkpoint.folder), "--engine", "vllm", "--endpoint", server.url)
-    done = blockdraft(*arguments, "Say hello.", "--max-new-tokens", "8", "--json")
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+def test_generate_streams_from_the_server(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("generate", server.checkpoint.folder, "--engine", "vllm", "--endpoint", server.url)
+    code, out, err = call(capsys, *arguments, "Say hello.", "--max-new-tokens", "8", "--json")
+    assert code == 0, err
+    result = json.loads(out)
     assert result["k"] == 7 and len(result["replies"][0]["tokens"]) <= 8 and result["acceptance_length"] >= 1
-    refused = blockdraft(*arguments, "Say hello.", "--show-drafts")
-    assert refused.returncode == 2 and refused.stderr.startswith("blockdraft: --show-drafts: True:")
-    nobody = blockdraft("generate", str(server.checkpoint.folder), "x", "--engine", "vllm", "--endpoint",
+    code, _, err = call(capsys, *arguments, "Say hello.", "--show-drafts")
+    assert code == 2 and err.startswith("blockdraft: --show-drafts: True:")
+    code, _, err = call(capsys, "generate", server.checkpoint.folder, "x", "--engine", "vllm", "--endpoint",
                         "http://127.0.0.1:9")  # fmt: skip
-    assert nobody.returncode == 2 and "no vLLM server answers there" in nobody.stderr
+    assert code == 2 and "no vLLM server answers there" in err
 
 
 def test_replies_through_the_server_are_those_of_this_process(
-    server: Server, real_verifier: CausalVerifier, tmp_path: Path
+    server: Server, real_verifier: CausalVerifier, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Conversations of two turns, eight requests at a time on a server that speculates: the verifier's own text."""
     rows = [{"turns": [f"Name {n} animals.", "Which one is the largest?"]} for n in ("two", "three", "four", "five")]
@@ -102,12 +96,12 @@ def test_replies_through_the_server_are_those_of_this_process(
     name = real_verifier.identity.name
     prepare = ("prepare", "--verifier-name-or-path", name, "--source", f"s={tmp_path / 'rows.jsonl'}",
                "--prompts-only", "--save-path", str(tmp_path / "prompts"))  # fmt: skip
-    assert blockdraft(*prepare).returncode == 0
+    assert call(capsys, *prepare)[0] == 0
     own = ("regenerate", "--verifier-name-or-path", name, "--dtype", "float32", "--data-path",
            str(tmp_path / "prompts"), "--max-new-tokens", "24")  # fmt: skip
     for folder, more in (("here", ()), ("there", ("--endpoint", server.url, "--concurrency", "8"))):
-        done = blockdraft(*own, "--save-path", str(tmp_path / folder), *more)
-        assert done.returncode == 0, done.stderr
+        code, _, err = call(capsys, *own, "--save-path", str(tmp_path / folder), *more)
+        assert code == 0, err
     here, there = (read_documents(tmp_path / folder, "data") for folder in ("here", "there"))
     assert [d.input_ids for d in there] == [d.input_ids for d in here]
     assert [d.targets for d in there] == [d.targets for d in here]
@@ -158,10 +152,9 @@ def test_load_with_aborts_and_preemption_gives_no_wrong_token(
 
 
 def test_a_server_that_dies_while_loading_is_reported_in_a_line(server: Server) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    done = blockdraft("serve", str(server.checkpoint.folder), "--port", str(port), "--max-model-len", "99999999")
+    port = free_port()
+    command = [*BLOCKDRAFT, "serve", str(server.checkpoint.folder), "--port", str(port), "--max-model-len", "99999999"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1].startswith("blockdraft: vLLM ended by itself with exit code 1")
     assert not [p for p in psutil.process_iter(["cmdline"]) if f"--port {port}" in " ".join(p.info["cmdline"] or [])]

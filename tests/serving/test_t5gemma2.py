@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -86,45 +87,6 @@ def findings_of(
     return found
 
 
-def test_without_a_draft(request_of: Callable[..., Request], everything: list[list[int]]) -> None:
-    plenty, few = decode([request_of(None, count=ALL), request_of(None, count=ALL, **scarce(60))], ENVIRONMENT)
-    assert [reply.tokens for reply in plenty.replies] == everything
-    assert [reply.tokens for reply in few.replies] == everything
-    assert plenty.counters["preemptions"] == 0 and few.counters["preemptions"] >= 1
-
-
-def test_with_a_trained_draft(
-    request_of: Callable[..., Request], wanted: list[list[int]], small_trained_draft: SmallDraft,
-    small_verifier: EncoderDecoderVerifier, small_replies: list[Reply], everything: list[list[int]],
-) -> None:  # fmt: skip
-    """Accepted and rejected tokens, requests that end at different times, preemptions: the same text and rounds."""
-    small = small_trained_draft
-    # How often a request is preempted depends on the draft; three sizes of the cache together force it often enough.
-    few = [request_of(small, 3, **scarce(blocks)) for blocks in (26, 28, 30)]
-    outcomes = decode([request_of(small, 7, ALL), request_of(small, 3), *few], ENVIRONMENT)
-    assert [reply.tokens for reply in outcomes[0].replies] == everything
-    for served in outcomes:
-        assert [reply.tokens for reply in served.replies[: len(LIMITS)]] == wanted
-        assert 20 < served.counters["accepted"] < served.counters["proposed"] - 20
-    for k, served in zip((7, 3), outcomes[:2], strict=True):
-        assert not findings_of(served, small, small_verifier, small_replies, k)
-    # A request that comes back gets a token that is no round's; its blocks are judged one by one.
-    assert sum(served.counters["preemptions"] for served in outcomes[2:]) >= 2
-    for index, own in enumerate(small_replies[: len(LIMITS)]):
-        document = dataclasses.replace(own, tokens=wanted[index]).document(str(index))
-        proposals = document_proposals(small_verifier, small.draft, document, 3)
-        for served in outcomes[2:]:
-            blocks = blocks_of(served.replies[index], served.blocks)
-            inside = {anchor: blocks[anchor] for anchor in blocks if anchor in proposals}
-            assert inside and inside == {anchor: proposals[anchor] for anchor in inside}
-    for own, counted, limit in zip(small_replies, outcomes[0].replies, LIMITS, strict=False):
-        reply = without_padding(len(own.prompt), counted, blocks_of(counted, outcomes[0].blocks))
-        engine = DecodingEngine(small_verifier, small.draft, 7, SamplingSettings(max_new_tokens=limit))
-        (alone,) = engine.generate([own.source or []], 1)
-        found = [(step.anchor, step.agreed, step.delivered) for step in served_rounds(len(own.prompt), reply)]
-        assert found == [(step.anchor, step.agreed, step.accepted) for step in alone.rounds]
-
-
 RANDOM: dict[str, dict[str, object]] = {
     "dflash": {},
     "dspark": {"draft_vocab_size": 700},
@@ -132,14 +94,70 @@ RANDOM: dict[str, dict[str, object]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def random_drafts(small_random_draft: Callable[..., SmallDraft]) -> dict[str, SmallDraft]:
+    return {method: small_random_draft(method, **changes) for method, changes in RANDOM.items()}
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    request_of: Callable[..., Request], small_trained_draft: SmallDraft, random_drafts: dict[str, SmallDraft]
+) -> dict[str, list[Decoded]]:
+    """What the tests look at, by one child."""
+    small = small_trained_draft
+    requests = {
+        "without": [request_of(None, count=ALL), request_of(None, count=ALL, **scarce(60))],
+        "trained": [request_of(small, 7, ALL), request_of(small, 3)],
+        # How often a request is preempted depends on the draft; three sizes of the cache force it often enough.
+        "scarce": [request_of(small, 3, **scarce(blocks)) for blocks in (26, 28, 30)],
+        "random": [request_of(draft, 5) for draft in random_drafts.values()],
+    }
+    answers = iter(decode([request for some in requests.values() for request in some], ENVIRONMENT))
+    return {name: list(itertools.islice(answers, len(some))) for name, some in requests.items()}
+
+
+def test_without_a_draft(outcomes: dict[str, list[Decoded]], everything: list[list[int]]) -> None:
+    plenty, few = outcomes["without"]
+    assert [reply.tokens for reply in plenty.replies] == everything
+    assert [reply.tokens for reply in few.replies] == everything
+    assert plenty.counters["preemptions"] == 0 and few.counters["preemptions"] >= 1
+
+
+def test_with_a_trained_draft(
+    outcomes: dict[str, list[Decoded]], wanted: list[list[int]], small_trained_draft: SmallDraft,
+    small_verifier: EncoderDecoderVerifier, small_replies: list[Reply], everything: list[list[int]],
+) -> None:  # fmt: skip
+    """Accepted and rejected tokens, requests that end at different times, preemptions: the same text and rounds."""
+    small, trained, few = small_trained_draft, outcomes["trained"], outcomes["scarce"]
+    assert [reply.tokens for reply in trained[0].replies] == everything
+    for served in [*trained, *few]:
+        assert [reply.tokens for reply in served.replies[: len(LIMITS)]] == wanted
+        assert 20 < served.counters["accepted"] < served.counters["proposed"] - 20
+    for k, served in zip((7, 3), trained, strict=True):
+        assert not findings_of(served, small, small_verifier, small_replies, k)
+    # A request that comes back gets a token that is no round's; its blocks are judged one by one.
+    assert sum(served.counters["preemptions"] for served in few) >= 2
+    for index, own in enumerate(small_replies[: len(LIMITS)]):
+        document = dataclasses.replace(own, tokens=wanted[index]).document(str(index))
+        proposals = document_proposals(small_verifier, small.draft, document, 3)
+        for served in few:
+            blocks = blocks_of(served.replies[index], served.blocks)
+            inside = {anchor: blocks[anchor] for anchor in blocks if anchor in proposals}
+            assert inside and inside == {anchor: proposals[anchor] for anchor in inside}
+    for own, counted, limit in zip(small_replies, trained[0].replies, LIMITS, strict=False):
+        reply = without_padding(len(own.prompt), counted, blocks_of(counted, trained[0].blocks))
+        engine = DecodingEngine(small_verifier, small.draft, 7, SamplingSettings(max_new_tokens=limit))
+        (alone,) = engine.generate([own.source or []], 1)
+        found = [(step.anchor, step.agreed, step.delivered) for step in served_rounds(len(own.prompt), reply)]
+        assert found == [(step.anchor, step.agreed, step.accepted) for step in alone.rounds]
+
+
 def test_random_drafts_are_served_as_trained(
-    request_of: Callable[..., Request], wanted: list[list[int]], small_random_draft: Callable[..., SmallDraft],
+    outcomes: dict[str, list[Decoded]], wanted: list[list[int]], random_drafts: dict[str, SmallDraft],
     small_verifier: EncoderDecoderVerifier, small_replies: list[Reply],
 ) -> None:  # fmt: skip
     """Embeddings too: a draft that saw them unscaled, or scaled twice, would propose other tokens."""
-    drafts = [small_random_draft(method, **changes) for method, changes in RANDOM.items()]
-    outcomes = decode([request_of(small, 5) for small in drafts], ENVIRONMENT)
-    for method, small, served in zip(RANDOM, drafts, outcomes, strict=True):
+    for (method, small), served in zip(random_drafts.items(), outcomes["random"], strict=True):
         assert [reply.tokens for reply in served.replies] == wanted, method
         assert not findings_of(served, small, small_verifier, small_replies, 5), method
 

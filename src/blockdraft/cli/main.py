@@ -14,8 +14,8 @@ from blockdraft.cli.flags import command, list_flags, spread_lists, takes_more
 from blockdraft.cli.verbs import VERBS, Verb
 from blockdraft.errors import BlockdraftError
 from blockdraft.progress import say
-from blockdraft.runtime import prepare_environment
-from blockdraft.settings import build
+from blockdraft.runtime import prepare_environment, resolve_device
+from blockdraft.settings import ComputeSettings, build
 
 INTERRUPTED = 130
 # typer brings its own copy of click and names only this subclass of the error that every wrong use raises.
@@ -53,6 +53,8 @@ def make_app() -> typer.Typer:
 def _runner(verb: Verb) -> Any:
     def run(flags: dict[str, Any], recipe: Path | None, as_json: bool) -> None:
         settings: Any = build(verb.settings, flags, recipe)
+        if isinstance(settings, ComputeSettings):
+            resolve_device(settings.device)  # a wrong one is known before any work
         try:
             result = verb.run(settings, as_json)
         except KeyboardInterrupt as stopped:  # here, since typer would swallow what it says

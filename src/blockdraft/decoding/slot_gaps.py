@@ -61,7 +61,7 @@ class SlotGaps:
 
     def gap(self, anchor: int, slot: int, wanted: int, found: int) -> float | None:
         """By how much the lower of two verifier tokens falls short of the best; None where the draft cannot say one."""
-        ids = torch.tensor([wanted, found])
+        ids = torch.tensor([wanted, found], device=self.logits_NKV.device)
         if self._draft.vocabulary is not None:
             ids = self._draft.vocabulary.to_draft(ids)
         if bool((ids < 0).any()):
@@ -82,7 +82,8 @@ def slot_logits(pair: DraftAndVerifier, document: Document, anchors: Sequence[in
     states = verifier.states([tokens], draft.config.tap_ids, [document.source_ids])[0]
     taps = states.taps.to(draft.norm.weight.dtype)
     num_proposed = blocks_NK.shape[1]
-    hidden = draft(taps, tokens, torch.arange(len(tokens)), blocks, draft.slots_for(num_proposed))
+    positions = torch.arange(len(tokens), device=tokens.device)
+    hidden = draft(taps, tokens, positions, blocks, draft.slots_for(num_proposed))
     hidden = draft.predicted(hidden)
     logits = draft.logits(hidden)
     if draft.sequential is not None:

@@ -53,10 +53,11 @@ def accept_sampled(
         taken = taken & ~unproposed
         draft_probs_RWV = draft_probs_RWV.masked_fill(unproposed[..., None], 0)
     accepted = taken.long().cumprod(dim=1).sum(dim=1)
-    at_stop = verifier_probs_RXV[torch.arange(rows), accepted]
+    row = torch.arange(rows, device=accepted.device)
+    at_stop = verifier_probs_RXV[row, accepted]
     # Behind a fully accepted proposal there is no draft distribution: the bonus comes from the verifier alone.
     padded = torch.cat([draft_probs_RWV, torch.zeros_like(draft_probs_RWV[:, :1])], dim=1)
-    residual = (at_stop - padded[torch.arange(rows), accepted]).clamp_min(0)
+    residual = (at_stop - padded[row, accepted]).clamp_min(0)
     # Where rounding leaves no residual, draft and verifier agree and either distribution is right.
     residual = torch.where(residual.sum(dim=1, keepdim=True) > 0, residual, at_stop)
     return Sampled(accepted, torch.multinomial(residual, 1, generator=generator)[:, 0])

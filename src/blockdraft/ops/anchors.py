@@ -29,6 +29,10 @@ class Blocks:
     def __getitem__(self, part: slice) -> Blocks:
         return Blocks(self.anchors[part], self.starts[part], self.ends[part])
 
+    def to(self, device: torch.device) -> Blocks:
+        """These blocks with their tensors on a device."""
+        return Blocks(self.anchors.to(device), self.starts.to(device), self.ends.to(device))
+
 
 def document_bounds(lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Start and end of each document of a packed row, from the documents' lengths."""

@@ -1,14 +1,16 @@
 """Attention of anchored blocks over their context and themselves.
 
 `ChunkedAttention` never builds the dense mask of (T + N * B) keys: blocks come sorted by anchor, and a chunk of
-neighbouring blocks attends only to the stretch of context that it can see, in torch's flash kernel for processors.
+neighbouring blocks attends only to the stretch of context that it can see, in torch's flash kernel for CPUs.
 What a block's slots see of each other is small and computed plainly; the two softmaxes are merged by their
-log-sum-exps, exactly (Dao et al., "FlashAttention", 2022). Scores are never stored. `plain_attention` is its twin,
-the same function by one dense mask; on CUDA, FlexAttention compiles the same rule into one kernel (`ops/flex.py`).
+log-sum-exps, exactly (Dao et al., "FlashAttention", 2022). Scores are never stored. On CUDA, FlexAttention compiles
+the same rule into one kernel (`ops/flex.py`). `plain_attention`, by one dense mask, is the reference implementation of
+both, and what other devices get.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -46,17 +48,24 @@ class BlockAttention(Protocol):
 def training_attention(
     blocks: Blocks, row_length: int, block_size: int, window: int | None, causal: bool
 ) -> BlockAttention:
-    """The attention of all layers of a kind over one packed row: FlexAttention on CUDA, chunks elsewhere.
+    """The attention of all layers of a kind over one packed row, chosen by the device that the blocks are on.
+
+    CUDA gets FlexAttention and the CPU its own flash kernel in chunks (`ChunkedAttention`). Both reject other devices:
+    those get the reference implementation (`plain_attention`), which stores the scores, [Q, N * B, T + N * B] a layer.
 
     Args:
+        blocks: on the device of the tensors that will attend.
         window: sliding window over the context, which moves with the slot; None sees the whole document.
         causal: whether a slot sees only the slots up to itself.
     """
-    if blocks.anchors.is_cuda:
+    device = blocks.anchors.device.type
+    if device == "cuda":
         from blockdraft.ops.flex import flex_attention_of  # slow to import, and of no use without CUDA
 
         return flex_attention_of(blocks, row_length, block_size, window, causal)
-    return ChunkedAttention(blocks, block_size, window, causal)
+    if device == "cpu":
+        return ChunkedAttention(blocks, block_size, window, causal)
+    return functools.partial(plain_attention, blocks=blocks, window=window, causal=causal)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,11 +266,12 @@ def plain_attention(
     window: int | None,
     causal: bool,
 ) -> Tensor:
-    """`ChunkedAttention` by one dense mask over all T + N * B keys; its twin for tests."""
+    """A `BlockAttention` by one dense mask over all T + N * B keys: the reference implementation of the others."""
     num_blocks, block_size, num_heads, head_dim = query_NBQH.shape
-    groups = num_heads // key_NBKH.shape[2]
-    keys = torch.cat((context_key_TKH, key_NBKH.flatten(0, 1))).repeat_interleave(groups, dim=1)
-    values = torch.cat((context_value_TKH, value_NBKH.flatten(0, 1))).repeat_interleave(groups, dim=1)
+    groups, dtype = num_heads // key_NBKH.shape[2], value_NBKH.dtype
+    query_NBQH = query_NBQH.to(dtype)
+    keys = torch.cat((context_key_TKH.to(dtype), key_NBKH.to(dtype).flatten(0, 1))).repeat_interleave(groups, dim=1)
+    values = torch.cat((context_value_TKH.to(dtype), value_NBKH.flatten(0, 1))).repeat_interleave(groups, dim=1)
     seen_context = context_mask(blocks, len(context_key_TKH), block_size, window)
     own = torch.eye(num_blocks, dtype=torch.bool, device=keys.device)[:, None, :, None]
     seen_slots = own & slot_mask(block_size, causal, keys.device)[None, :, None, :]

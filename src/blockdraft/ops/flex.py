@@ -1,6 +1,6 @@
 """The attention of anchored blocks as FlexAttention: the visibility rule as a mask function, compiled on CUDA.
 
-The rule is `ops/masks.py`'s; `ops/attention.py` has the chunked path that processors run and the dense twin.
+The rule is `ops/masks.py`'s; `ops/attention.py` has the chunked path that CPUs run and the reference implementation.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def visibility(blocks: Blocks, row_length: int, block_size: int, window: int | N
 def flex_attention_of(blocks: Blocks, row_length: int, block_size: int, window: int | None, causal: bool) -> Any:
     """A `BlockAttention` by FlexAttention; the block mask is built here, once for all layers of a kind.
 
-    Compiled on CUDA. On a processor it runs uncompiled and forward only, which is what tests need.
+    Compiled on CUDA. On the CPU it runs uncompiled and forward only, which is what tests need.
     """
     device = blocks.anchors.device
     queries = len(blocks) * block_size

@@ -7,6 +7,7 @@ from typing import Any
 
 from blockdraft.checkpoints.store import read_checkpoint
 from blockdraft.pipeline.loading import verifier_for
+from blockdraft.serving.support import served_by_engine
 from blockdraft.settings import CheckSettings
 from blockdraft.verifiers.hub import is_gguf
 from blockdraft.verifiers.identity import read_identity
@@ -38,5 +39,6 @@ def check(settings: CheckSettings) -> dict[str, Any]:
         "verifier": name,
         "verifier compared": compared,
         "matrices compared": matrices,
+        "served by vLLM": served_by_engine(contract, name),
         "verdict": "config, contract and weights agree" + (", and it is this verifier's" if compared else ""),
     }

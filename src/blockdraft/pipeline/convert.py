@@ -18,7 +18,7 @@ def convert(settings: ConvertSettings) -> dict[str, Any]:
         raise InputError("source", settings.source, "must be smollm2-135m-instruct or a .gguf file")
     if settings.save_path.exists():
         raise InputError("--save-path", settings.save_path, "exists already; choose a folder that does not")
-    verifier = load_verifier(settings.source, torch.float32)
+    verifier = load_verifier(settings.source, torch.float32, "cpu")
     save_folder(verifier, settings.save_path)
     return {
         "source": settings.source,

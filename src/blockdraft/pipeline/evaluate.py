@@ -38,7 +38,7 @@ def evaluate(settings: EvaluateSettings) -> dict[str, Any]:
         "verifier": pair.verifier.identity.name,
         "method": pair.contract.method,
         "dtype": dtype_name(pair.verifier.dtype),
-        "machine": machine_description(),
+        "machine": machine_description(pair.verifier.device),
         "prompts": len(prompts),
         "reply_tokens": sum(len(reply.tokens) for reply in plain),
         "disagreements": sum(outcome.disagreements for outcome in outcomes),

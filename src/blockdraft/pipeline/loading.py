@@ -15,7 +15,7 @@ from blockdraft.data.templates import ChatMode
 from blockdraft.data.workloads import workload_prompts
 from blockdraft.errors import InputError
 from blockdraft.models.block_draft import BlockDraft
-from blockdraft.runtime import has_fast_bfloat16, limit_threads, resolve_dtype
+from blockdraft.runtime import has_fast_bfloat16, limit_threads, resolve_device, resolve_dtype
 from blockdraft.settings import CheckpointSettings, VerifierSettings
 from blockdraft.verifiers.base import Verifier
 from blockdraft.verifiers.loading import load_verifier
@@ -24,10 +24,11 @@ from blockdraft.verifiers.loading import load_verifier
 def verifier_of(settings: VerifierSettings) -> Verifier:
     """The verifier that the settings name."""
     limit_threads(settings.threads)
+    device = resolve_device(settings.device)
     return load_verifier(
         settings.verifier_name_or_path,
-        resolve_dtype(settings.dtype),
-        settings.device,
+        resolve_dtype(settings.dtype, device),
+        device,
         settings.trust_remote_code,
         settings.revision,
     )
@@ -75,20 +76,21 @@ def chat_mode_of(checkpoint: Path, thinking: str) -> ChatMode:
     return trained if thinking == "trained" else ChatMode(thinking, trained.tools)
 
 
-def trained_dtype(name: str, contract: Contract) -> torch.dtype:
-    """A dtype by its name; "auto" is what the draft was trained in, where the processor has it."""
+def trained_dtype(name: str, contract: Contract, device: str) -> torch.dtype:
+    """A dtype by its name; "auto" is what the draft was trained in, where the device has it."""
     if name != "auto":
-        return resolve_dtype(name)
-    return torch.bfloat16 if contract.compute_dtype == "bfloat16" and has_fast_bfloat16() else torch.float32
+        return resolve_dtype(name, device)
+    return torch.bfloat16 if contract.compute_dtype == "bfloat16" and has_fast_bfloat16(device) else torch.float32
 
 
 def load_pair(settings: CheckpointSettings) -> Pair:
-    """Load a checkpoint and its verifier; "auto" is the dtype the draft was trained in, where the processor has it."""
+    """Load a checkpoint and its verifier; "auto" is the dtype the draft was trained in, where the device has it."""
+    device = resolve_device(settings.device)
     limit_threads(settings.threads)
     contract = read_contract(settings.checkpoint)
     name, revision = verifier_for(contract, settings.verifier_name_or_path, settings.revision)
-    dtype = trained_dtype(settings.dtype, contract)
-    verifier = load_verifier(name, dtype, settings.device, settings.trust_remote_code, revision)
+    dtype = trained_dtype(settings.dtype, contract, device)
+    verifier = load_verifier(name, dtype, device, settings.trust_remote_code, revision)
     draft, contract = load_draft(settings.checkpoint, verifier, dtype)
     mode = chat_mode_of(settings.checkpoint, settings.thinking)
     return Pair(verifier, draft, contract, mode, settings.trust_remote_code)

@@ -42,6 +42,7 @@ from blockdraft.serving.parity import (
 )
 from blockdraft.serving.plugin import require_servable
 from blockdraft.serving.record import Blocks, read
+from blockdraft.serving.support import require_hidden_states
 from blockdraft.settings import ParitySettings, SamplingSettings, resolved
 
 
@@ -49,6 +50,9 @@ def parity(settings: ParitySettings) -> dict[str, Any]:
     """Compare; `failures` of the result is empty when what is served is what was trained."""
     conversations = heldout_or_file(settings.data_path, settings.workload, settings.max_prompts)
     pair = load_pair(settings)
+    if not settings.endpoint:
+        verifier = servable_verifier(pair.contract, settings.verifier_name_or_path)
+        require_hidden_states(verifier, pair.contract.verifier.architecture, pair.contract.tap_ids)
     ks = settings.k or (pair.contract.default_k,)
     for k in ks:
         pair.contract.require_k(k)
@@ -71,7 +75,7 @@ def parity(settings: ParitySettings) -> dict[str, Any]:
         "k": results,
         "faults": sum(result["faults"] for result in results.values()),
         "failures": [_first_line(k, result) for k, result in results.items() if result["faults"]],
-        "machine": machine_description(),
+        "machine": machine_description(pair.verifier.device),
         "settings": resolved(settings),
     }
 

@@ -29,7 +29,7 @@ from blockdraft.pipeline.regenerate import regenerate
 from blockdraft.pipeline.train import train
 from blockdraft.progress import progress, say
 from blockdraft.records import Document
-from blockdraft.runtime import dtype_name, limit_threads, machine_description, resolve_dtype
+from blockdraft.runtime import dtype_name, limit_threads, machine_description, resolve_device, resolve_dtype
 from blockdraft.settings import (
     CheckpointSettings,
     PrepareSettings,
@@ -53,8 +53,12 @@ TRAIN_SHARE = 0.95  # few prompts: most of them are needed for training
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """What the stages share."""
+class Run:
+    """What the stages share, and the folders that follow from the settings.
+
+    Attributes:
+        verifier_folder: what transformers and vLLM load; a GGUF verifier is unpacked into it.
+    """
 
     settings: QuickstartSettings
     root: Path
@@ -68,17 +72,56 @@ class _Run:
     def load(self) -> Verifier:
         return load_verifier(self.verifier_folder, self.dtype, self.settings.device, **self.origin())
 
+    @property
+    def source(self) -> str:
+        settings = self.settings
+        amount = f"@{settings.max_prompts}" if settings.max_prompts else ""
+        return f"{settings.workload}=builtin/{settings.workload}{amount}"
+
+    @property
+    def prompts(self) -> Path:
+        facts = [self.verifier_folder, self.settings.revision, self.source, TRAIN_SHARE]
+        return self.root / f"prompts-{fingerprint(facts)}"
+
+    @property
+    def data(self) -> Path:
+        """The prompts with the verifier's own replies."""
+        facts = [self.prompts.name, dtype_name(self.dtype), self.settings.max_new_tokens]
+        return self.root / f"data-{fingerprint(facts)}"
+
+    @property
+    def training(self) -> Path:
+        settings = self.settings
+        facts = [self.data.name, settings.method, settings.minutes, settings.seed, _TRAIN_DEFAULTS]
+        return self.root / f"{settings.method}-{fingerprint(facts)}"
+
+    @property
+    def plan(self) -> Path:
+        """How long to train, as the first of the runs that were stopped decided."""
+        return self.training / "plan.json"
+
+
+def run_of(settings: QuickstartSettings) -> Run:
+    """The run that settings ask for; nothing is made yet."""
+    root, name = settings.save_path.resolve(), settings.verifier_name_or_path
+    require_hub_id(name, settings.revision)
+    if is_gguf(name):
+        folder = str(root / f"verifier-{source_digest(name)}")
+    else:
+        folder = str(Path(name).resolve()) if Path(name).is_dir() else name
+    return Run(settings, root, folder, resolve_dtype(settings.dtype, resolve_device(settings.device)))
+
 
 def quickstart(settings: QuickstartSettings) -> dict[str, Any]:
     """Run what is missing of the loop and return its result as one JSON-ready object."""
     limit_threads(settings.threads)
-    root = settings.save_path.resolve()
-    run = _Run(settings, root, _verifier_folder(settings, root), resolve_dtype(settings.dtype))
+    run = run_of(settings)
+    _unpack_verifier(run)
     heldout = workload_prompts(settings.workload)[1][: settings.max_heldout or None]
     verifier = _Lazy(run.load)
-    data = _data(run, verifier)
+    _make_data(run, verifier)
     say(f"[2/4] training a {settings.method} draft for about {settings.minutes:g} minutes")
-    checkpoint = _train(run, verifier, data)
+    checkpoint = _train(run, verifier)
     say(f"[3/4] acceptance, and [4/4] decoding {len(heldout)} held-out prompts with and without the draft")
     return _measure(run, checkpoint, heldout)
 
@@ -96,48 +139,36 @@ class _Lazy:
         return self._verifier
 
 
-def _verifier_folder(settings: QuickstartSettings, root: Path) -> str:
-    """A folder that transformers and vLLM load; a GGUF verifier is unpacked into one."""
-    name = settings.verifier_name_or_path
-    require_hub_id(name, settings.revision)
-    if not is_gguf(name):
-        return str(Path(name).resolve()) if Path(name).is_dir() else name
-    folder = root / f"verifier-{source_digest(name)}"
-    if not (folder / "config.json").is_file():
+def _unpack_verifier(run: Run) -> None:
+    """Make a folder that transformers and vLLM load of a GGUF verifier."""
+    name, folder = run.settings.verifier_name_or_path, Path(run.verifier_folder)
+    if is_gguf(name) and not (folder / "config.json").is_file():
         say(f"[0/4] unpacking the verifier {name}")
-        save_folder(load_verifier(name, torch.float32, settings.device), folder)
-    return str(folder)
+        save_folder(load_verifier(name, torch.float32, "cpu"), folder)
 
 
-def _data(run: _Run, verifier: _Lazy) -> Path:
+def _make_data(run: Run, verifier: _Lazy) -> None:
     """The workload's prompts with the verifier's own replies, by the commands that everybody uses."""
     settings = run.settings
-    amount = f"@{settings.max_prompts}" if settings.max_prompts else ""
-    source = f"{settings.workload}=builtin/{settings.workload}{amount}"
-    prompts = run.root / f"prompts-{fingerprint([run.verifier_folder, settings.revision, source, TRAIN_SHARE])}"
-    data = run.root / f"data-{fingerprint([prompts.name, dtype_name(run.dtype), settings.max_new_tokens])}"
     prepared = prepare(
         PrepareSettings(
-            verifier_name_or_path=run.verifier_folder, source=(source,), save_path=prompts, prompts_only=True,
+            verifier_name_or_path=run.verifier_folder, source=(run.source,), save_path=run.prompts, prompts_only=True,
             train_data_ratio=TRAIN_SHARE, **run.origin(),
         )
     )  # fmt: skip
     say(f"[1/4] the verifier's own replies to {prepared['documents']} prompts")
-    if (data / RECORD).is_file():
+    if (run.data / RECORD).is_file():
         say("      done before")
-        return data
+        return
     wanted = RegenerateSettings(
         verifier_name_or_path=run.verifier_folder, dtype=dtype_name(run.dtype), device=settings.device,
-        threads=settings.threads, data_path=prompts, save_path=data, max_new_tokens=settings.max_new_tokens,
+        threads=settings.threads, data_path=run.prompts, save_path=run.data, max_new_tokens=settings.max_new_tokens,
         batch_size=REGENERATE_BATCH, **run.origin(),
     )  # fmt: skip
     regenerate(wanted, verifier())
-    return data
 
 
-def _train_settings(
-    run: _Run, verifier: Verifier, data: Path, documents: Sequence[Document], folder: Path
-) -> TrainSettings:
+def _train_settings(run: Run, verifier: Verifier, documents: Sequence[Document]) -> TrainSettings:
     """The quickstart's way to train: the defaults of `blockdraft train`, and a mask token found for it."""
     settings = run.settings
     mask = None
@@ -149,8 +180,8 @@ def _train_settings(
         dtype=dtype_name(run.dtype),
         device=settings.device,
         threads=settings.threads,
-        data_path=data,
-        save_path=folder,
+        data_path=run.data,
+        save_path=run.training,
         speculator_type=settings.method,
         mask_token_id=mask,
         seed=settings.seed,
@@ -158,25 +189,22 @@ def _train_settings(
     )
 
 
-def _train(run: _Run, verifier: _Lazy, data: Path) -> Path:
+def _train(run: Run, verifier: _Lazy) -> Path:
     """Train for about the asked number of minutes; the number of steps is fixed once and kept for a resumed run."""
-    request = fingerprint([data.name, run.settings.method, run.settings.minutes, run.settings.seed, _TRAIN_DEFAULTS])
-    folder = run.root / f"{run.settings.method}-{request}"
-    checkpoint = folder / LAST
+    checkpoint = run.training / LAST
     if checkpoint.is_dir():
         say("      done before")
         return checkpoint
-    documents = read_documents(data, "--save-path")
-    plan, states = folder / "plan.json", None
-    base = _train_settings(run, verifier(), data, documents, folder)
-    if not plan.is_file():
+    documents, states = read_documents(run.data, "--save-path"), None
+    base = _train_settings(run, verifier(), documents)
+    if not run.plan.is_file():
         trainer = Trainer(dataclasses.replace(base, train_data_ratio=TRAIN_SHARE), verifier(), documents)
         trainer.create()
         seconds, states = trainer.seconds_per_step(), trainer.states
         epochs = max(0.01, round(run.settings.minutes * 60 / seconds / trainer.steps_per_epoch, 2))
-        write_json(plan, {"seconds_per_step": seconds, "epochs": epochs})
+        write_json(run.plan, {"seconds_per_step": seconds, "epochs": epochs})
         say(f"      {seconds:.2f} s a step: {epochs:g} epochs in {run.settings.minutes:g} minutes")
-    settings = dataclasses.replace(base, epochs=read_json(plan, "--save-path")["epochs"])
+    settings = dataclasses.replace(base, epochs=read_json(run.plan, "--save-path")["epochs"])
     train(settings, verifier(), states)
     return checkpoint
 
@@ -188,7 +216,7 @@ _TRAIN_DEFAULTS = {
 }
 
 
-def _measure(run: _Run, checkpoint: Path, heldout: list) -> dict[str, Any]:
+def _measure(run: Run, checkpoint: Path, heldout: list) -> dict[str, Any]:
     settings = run.settings
     facts = [heldout, settings.max_new_tokens, dtype_name(run.dtype), TIE_CEILING, TIE_RULE, RESULT_FORMAT]
     record = checkpoint.parent / f"results-{fingerprint(facts)}.json"
@@ -219,14 +247,14 @@ def _measure(run: _Run, checkpoint: Path, heldout: list) -> dict[str, Any]:
             *(f"float32: {line}" for line in exact["failures"]),
             *(f"{dtype_name(run.dtype)}: {line}" for line in speed["failures"]),
         ],
-        "machine": machine_description(),
+        "machine": machine_description(pair.verifier.device),
         "settings": resolved(settings),
     }
     write_json(record, result)
     return result
 
 
-def _pair(run: _Run, checkpoint: Path, dtype: str) -> Pair:
+def _pair(run: Run, checkpoint: Path, dtype: str) -> Pair:
     settings = CheckpointSettings(
         checkpoint=checkpoint, verifier_name_or_path=run.verifier_folder, dtype=dtype, device=run.settings.device,
         **run.origin(),
@@ -234,7 +262,7 @@ def _pair(run: _Run, checkpoint: Path, dtype: str) -> Pair:
     return load_pair(settings)
 
 
-def _exactness(run: _Run, checkpoint: Path, heldout: list, sampling: SamplingSettings) -> dict[str, Any]:
+def _exactness(run: Run, checkpoint: Path, heldout: list, sampling: SamplingSettings) -> dict[str, Any]:
     """The float32 proof: identical tokens, and one-pass acceptance equal to the decoding loop's, round by round."""
     pair = _pair(run, checkpoint, "float32")
     prompts = encode_all(pair.verifier, heldout, pair.mode)

@@ -10,7 +10,7 @@ from blockdraft.contract import Contract
 from blockdraft.errors import InputError
 from blockdraft.pipeline.loading import chat_mode_of, trained_dtype, verifier_for
 from blockdraft.progress import say
-from blockdraft.runtime import dtype_name
+from blockdraft.runtime import dtype_name, resolve_device
 from blockdraft.serving.launcher import Launch, launch, serve_until_stopped
 from blockdraft.settings import ServeSettings
 from blockdraft.verifiers.hub import is_gguf
@@ -43,7 +43,7 @@ def planned(settings: ServeSettings) -> Launch:
         contract,
         verifier,
         k=k,
-        dtype=dtype_name(trained_dtype(settings.dtype, contract)),
+        dtype=dtype_name(trained_dtype(settings.dtype, contract, resolve_device("auto"))),
         host=settings.host,
         port=settings.port,
         threads=settings.threads,

@@ -11,6 +11,7 @@ from blockdraft.folders import read_json
 from blockdraft.pipeline.loading import verifier_of
 from blockdraft.pipeline.prepare import chat_mode
 from blockdraft.progress import say
+from blockdraft.serving.support import served_by_engine
 from blockdraft.settings import TrainSettings, resolved
 from blockdraft.training.states import TrainingStates
 from blockdraft.training.trainer import Trainer
@@ -27,6 +28,9 @@ def train(
         states: hidden states that are made already, of the same documents.
     """
     trainer = trainer_of(settings, verifier, states)
+    served = served_by_engine(trainer.contract, trainer.contract.verifier.name)
+    if not served.startswith("yes"):
+        say(f"warning: this draft cannot be served by vLLM ({served.removeprefix('no: ')})")
     if settings.dry_run:
         return {"dry_run": True, "steps": trainer.total_steps, "settings": resolved(settings)}
     trainer.prepare()
@@ -69,6 +73,14 @@ def require_text_of(settings: TrainSettings, verifier: Verifier, facts: dict[str
                 f"another verifier wrote its replies ({name} {made_with}, this one has {found}); regenerate them",
             )
     require_sources(verifier, documents)
+    longest = max(documents, key=lambda document: len(document.input_ids))
+    if len(longest.input_ids) > verifier.context_length:
+        raise InputError(
+            f"--data-path example {longest.id}",
+            f"{len(longest.input_ids)} tokens",
+            f"the verifier's context holds {verifier.context_length}; prepare the data with --max-length "
+            f"{verifier.context_length}",
+        )
     largest = max(max(document.input_ids) for document in documents)
     if largest >= verifier.identity.vocab_size:
         raise InputError("--data-path", settings.data_path, f"token {largest} is outside the verifier's vocabulary")

@@ -20,8 +20,9 @@ from blockdraft.errors import BlockdraftError, InputError
 from blockdraft.models.config import DraftConfig
 from blockdraft.serving.client import wait_until_ready
 from blockdraft.serving.cpu_wheel import NAME, WHEEL, installed
-from blockdraft.serving.plugin import T5GEMMA2, is_known, require_servable, unknown_engine
+from blockdraft.serving.plugin import is_known, require_servable, unknown_engine
 from blockdraft.serving.record import RECORD_PATH
+from blockdraft.serving.support import T5GEMMA2, require_hidden_states
 
 OURS = ("--speculative-config", "-sc", "--model", "--tokenizer", "--dtype", "--host", "--port")
 PLUGIN_GROUP, PLUGIN = "vllm.general_plugins", "blockdraft"
@@ -119,6 +120,7 @@ def launch(
     v1_runner = needs_v1_runner(contract, cpu)
     require_plugin()
     require_servable(config, contract, v1_runner)
+    require_hidden_states(verifier, contract.verifier.architecture, contract.tap_ids)
     for argument in engine_arguments:
         if argument.split("=")[0] in OURS:
             raise InputError(argument, "engine flag", "blockdraft serve sets it itself; use its own flags")

@@ -21,11 +21,11 @@ from blockdraft.checkpoints.speculators import CONTRACT_KEY, parse_config
 from blockdraft.contract import Contract
 from blockdraft.errors import InputError
 from blockdraft.models.config import MIXTURE, DraftConfig
+from blockdraft.serving.support import PATCHED, T5GEMMA2
 
 KNOWN_ENGINES = ("0.32",)
 METHODS = ("dflash", "dflare", "dspark", MIXTURE)
 ARCHITECTURE = "BlockDraftModel"
-T5GEMMA2 = "T5Gemma2ForConditionalGeneration"
 STATED = "blockdraft_checkpoint"  # where the engine's draft config keeps the whole config.json of the checkpoint
 _DONE = "_blockdraft_plugin"
 
@@ -50,6 +50,7 @@ def register() -> None:
     _mend_context_key_norm()
     _mend_sampling()
     _extend_proposer()
+    _give_hidden_states()
     _serve_t5gemma2()
 
 
@@ -206,6 +207,14 @@ def _extend_proposer() -> None:
         stock = getattr(DFlashProposer, name)
         wrapped = functools.partialmethod(getattr(proposer, name.strip("_")), stock)
         setattr(DFlashProposer, name, wrapped)
+
+
+def _give_hidden_states() -> None:
+    """Register the families that give no hidden states in vLLM 0.32; each is patched when the engine asks for it."""
+    import vllm
+
+    for architecture in PATCHED:
+        vllm.ModelRegistry.register_model(architecture, f"blockdraft.serving.hidden_states:{architecture}")
 
 
 def _serve_t5gemma2() -> None:

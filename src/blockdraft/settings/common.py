@@ -29,9 +29,9 @@ class ComputeSettings(OriginSettings):
 
     PANEL: ClassVar[str] = "Where and how it is computed"
 
-    dtype: str = setting("auto", "float32, bfloat16 or auto (bfloat16 where the processor has it)")
-    device: str = setting("cpu", "torch device: cpu, cuda, cuda:1, ..., or auto (a GPU where there is one)")
-    threads: int = setting(0, "processor threads; 0 lets torch choose")
+    dtype: str = setting("auto", "float32, bfloat16 or auto (bfloat16 where the device has it)")
+    device: str = setting("auto", "torch device: cpu, cuda, cuda:1, ..., or auto (a CUDA GPU where there is one)")
+    threads: int = setting(0, "CPU threads; 0 lets torch choose")
 
     def __post_init__(self) -> None:
         one_of(self, "dtype", ("auto", "float32", "bfloat16"))

@@ -1,6 +1,6 @@
-"""Muon whose orthogonalisation runs in a dtype that the processor has.
+"""Muon whose orthogonalisation runs in a dtype that the device has.
 
-torch's own rounds to bfloat16 before the Newton-Schulz iteration. On a processor without native bfloat16 its products
+torch's own rounds to bfloat16 before the Newton-Schulz iteration. On a device without native bfloat16 its products
 are emulated, and take nearly all of a step's time. State and arguments are torch's, so that checkpoints of either load.
 """
 

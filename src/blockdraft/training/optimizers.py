@@ -27,7 +27,7 @@ class Optimizers:
         self._members: list[torch.optim.Optimizer] = []
         decay = settings.weight_decay
         if settings.optimizer == "muon":
-            dtype = torch.bfloat16 if has_fast_bfloat16() else torch.float32
+            dtype = torch.bfloat16 if has_fast_bfloat16(next(model.parameters()).device) else torch.float32
             self._members.append(Muon(matrices, dtype, lr=settings.muon_lr, weight_decay=decay))
             self._members.append(
                 torch.optim.AdamW(rest, lr=settings.lr, weight_decay=0.0, betas=(0.9, 0.95), fused=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from blockdraft.folders import replacing
 from blockdraft.progress import say
@@ -20,7 +21,11 @@ _KEPT = 2
 
 
 def save_state(folder: Path, step: int, state: dict[str, Any]) -> None:
-    """Write the state after `step` updates and drop all but the newest two."""
+    """Write the state after `step` updates and drop all but the newest two.
+
+    Tensors are written from the CPU, so that a run resumes on another device than the one it was stopped on.
+    """
+    state = tree_map_only(torch.Tensor, torch.Tensor.cpu, state)
     with replacing(folder / f"step-{step:08d}") as temporary:
         torch.save(state, temporary / _FILE)
     for old in sorted(folder.glob("step-*"))[:-_KEPT]:
@@ -31,7 +36,7 @@ def newest_state(folder: Path) -> dict[str, Any] | None:
     """The newest state that can be read, or None where there is none."""
     for candidate in sorted(folder.glob("step-*"), reverse=True):
         try:
-            return torch.load(candidate / _FILE, weights_only=True)
+            return torch.load(candidate / _FILE, map_location="cpu", weights_only=True)
         except Exception as error:  # a damaged archive raises whatever its bytes provoke
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             say(f"training state {candidate.name} is damaged ({reason}); falling back to the one before")

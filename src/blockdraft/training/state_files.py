@@ -159,8 +159,10 @@ class StateFiles:
         if self._maker.with_final:
             shapes["final"] = [length, width]
         try:
-            with safe_open(path, framework="pt", device=str(verifier.device)) as file:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            # Read on the CPU and moved: the reader knows fewer devices than torch does.
+            with safe_open(path, framework="pt", device="cpu") as file:
+                names = file.keys()
+                tensors = {name: file.get_tensor(name).to(verifier.device) for name in names}
         except (SafetensorError, OSError) as error:
             say(f"hidden states: {path} is damaged ({error})")
             return None

@@ -55,15 +55,17 @@ def row_loss(
 ) -> LossAndMetrics:
     """Loss and metrics of the blocks of a packed row whose documents have the given states.
 
+    Computed on the device of draft and states; row and blocks may be anywhere.
+
     Args:
         softcap: the verifier's, for objectives that learn its distribution.
     """
     taps = torch.cat([state.taps for state in states])
     greedy = torch.cat([state.greedy for state in states])
-    device = taps.device
-    tokens = row.tokens.to(device)
+    # Rows are packed and anchors drawn on the CPU, where they come out the same for every device.
+    tokens, positions, blocks = row.tokens.to(taps.device), row.positions.to(taps.device), blocks.to(taps.device)
     # A slot that proposes nothing has no loss and is not projected.
-    hidden = draft.predicted(draft(taps, tokens, row.positions.to(device), blocks))
+    hidden = draft.predicted(draft(taps, tokens, positions, blocks))
     assert draft.head_VE is not None
     before, _ = positions_before(blocks, hidden.shape[1])
     targets = block_targets(greedy, blocks, hidden.shape[1], draft.vocabulary)

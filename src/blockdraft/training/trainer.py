@@ -54,9 +54,9 @@ from blockdraft.verifiers.base import Verifier
 
 BEST, LAST, STATES = "checkpoint_best", "checkpoint_last", "states"
 RECORD, SUMMARY = "settings.json", "summary.json"
-# Settings that do not change what is trained.
-_SAVING_ONLY = ("save_path", "checkpoint_freq", "log_freq", "logger", "log_dir", "run_name", "threads", "dry_run",
-                "hidden_states_path", "on_missing", "on_generate")  # fmt: skip
+# Settings that do not change what is trained, but for rounding. A run may go on on another device.
+_SAVING_ONLY = ("save_path", "checkpoint_freq", "log_freq", "logger", "log_dir", "run_name", "threads", "device",
+                "dry_run", "hidden_states_path", "on_missing", "on_generate")  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -177,10 +177,11 @@ class Trainer:
         settings, folder = self.settings, self.settings.save_path
         logger = make_logger(settings.logger, (settings.log_dir or folder / "logs") / settings.run_name)
         every = max(1, round(settings.checkpoint_freq * self.steps_per_epoch))
-        say(f"training: {self.total_steps} steps, {len(self.train)} documents, {len(self.validation)} for validation")
         window: BlockMetrics | None = None
         losses: list[float] = []
         with _stop_requested() as stop, progress("training", self.total_steps, self.progress.step) as advance:
+            texts = f"{len(self.train)} documents, {len(self.validation)} for validation"
+            say(f"training: {self.total_steps} steps, {texts}")  # from here on, a signal stops after a step
             while self.progress.step < self.total_steps:
                 factor = self._factor(self.progress.step)
                 start = time.monotonic()
@@ -276,6 +277,7 @@ class Trainer:
         seen = sum(len(row) for row in self.rows[: self.progress.step * self.settings.grad_accum])
         record = provenance(
             resolved(self.settings),
+            self.verifier.device,
             step=self.progress.step,
             total_steps=self.total_steps,
             documents_seen=seen,
@@ -283,7 +285,7 @@ class Trainer:
             validation=self.progress.history[-1:],
             chat=dataclasses.asdict(self.mode),
         )
-        dtype = resolve_dtype(self.settings.save_dtype, "--save-dtype")
+        dtype = resolve_dtype(self.settings.save_dtype, self.verifier.device, "--save-dtype")
         save_draft(self.settings.save_path / name, self.draft, self.contract, dtype, record)
 
     def _save_state(self) -> None:

@@ -16,9 +16,11 @@ from transformers import PreTrainedModel
 from blockdraft.errors import InputError
 from blockdraft.ops.prefix import shared_prefix
 from blockdraft.ops.ragged_kv import RaggedKV
+from blockdraft.verifiers.architecture import FULL, SLIDING, layer_types
 from blockdraft.verifiers.base import Sides, Sources, States
 from blockdraft.verifiers.caches import CausalCache
 from blockdraft.verifiers.in_process import InProcessVerifier, stacked
+from blockdraft.verifiers.proof import eager_attention, own_forward, proof_tokens, prove, short_windows
 
 
 class CausalVerifier(InProcessVerifier):
@@ -29,10 +31,6 @@ class CausalVerifier(InProcessVerifier):
     def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str) -> None:
         super().__init__(model, tokenizer, name)
         self._table = cast(Tensor, model.get_input_embeddings().weight)
-        layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
-        self._mixed = "sliding_attention" in layer_types
-        if set(layer_types) - {"full_attention", "sliding_attention"}:
-            raise InputError("verifier", name, f"layer types {sorted(set(layer_types))} are not supported")
 
     def embed(self, ids: Tensor) -> Tensor:
         """Raw rows of the input table, before any scale that the family applies outside of it."""
@@ -58,7 +56,7 @@ class CausalVerifier(InProcessVerifier):
         # Right padding needs no mask: under causal attention no real position sees the padding behind it.
         padded = nn.utils.rnn.pad_sequence(list(sequences), batch_first=True).to(self.device)
         with self._recording(tap_ids) as taps:
-            final = self._decoder(input_ids=padded, use_cache=False).last_hidden_state
+            final = self._scaled(self._decoder(input_ids=padded, use_cache=False).last_hidden_state)
         taps_RCLE = stacked(taps, tap_ids, final)
         return [States(taps_RCLE[row, :length], final[row, :length]) for row, length in enumerate(lengths)]
 
@@ -90,8 +88,8 @@ class CausalVerifier(InProcessVerifier):
         mask: Any = causal[:, None]
         if self._window is not None:
             windowed = (causal & (keys > positions_RW[..., None] - self._window))[:, None]
-            # Families with mixed layers take one mask a layer type, the others take one for all.
-            mask = {"full_attention": mask, "sliding_attention": windowed} if self._mixed else windowed
+            # Families whose layers have types take one mask a type, the others take one for all.
+            mask = {FULL: mask, SLIDING: windowed} if layer_types(self._config) else windowed
         with self._recording(tap_ids) as taps:
             final = self._decoder(
                 input_ids=tokens_RW,
@@ -100,22 +98,17 @@ class CausalVerifier(InProcessVerifier):
                 past_key_values=cache,
                 use_cache=True,
             ).last_hidden_state
-        return States(stacked(taps, tap_ids, final), final)
+        return States(stacked(taps, tap_ids, final), self._scaled(final))
 
     @torch.no_grad()
     def prove(self) -> None:
-        """Compare our pass, our cached loop over ragged rows and our head with the model's own forward.
+        """Compare our passes and taps with the model's own forward (`verifiers.proof`).
 
         Raises:
             InputError: they differ.
         """
-        generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(self.identity.vocab_size, (2, 9), generator=generator).to(self.device)
-        wanted = self.model(tokens, use_cache=False).logits.float()
-        whole = torch.stack([self.logits(states.final) for states in self.states(list(tokens), [])])
-        cache = self.cache(2)
-        self.extend(cache, tokens[:, :4], [])
-        cache.kv.commit(torch.tensor([2, 3], device=self.device))
-        ragged = torch.stack([tokens[0, 2:7], tokens[1, 3:8]])
-        cached = self.logits(self.extend(cache, ragged, []).final)
-        self._require_equal([(whole, wanted), (cached, torch.stack([wanted[0, 2:7], wanted[1, 3:8]]))])
+        tokens = proof_tokens(self.model.config, self.identity.vocab_size, 2).to(self.device)
+        with short_windows(self._config):
+            with eager_attention(self.model):
+                own = self.model(tokens, use_cache=False, output_hidden_states=True)
+            prove(self, own_forward(own.logits, own.hidden_states, len(self._layers)), tokens)

@@ -22,6 +22,7 @@ from blockdraft.ops.ragged_kv import RaggedKV
 from blockdraft.verifiers.base import Sides, Sources, States
 from blockdraft.verifiers.caches import EncoderDecoderCache
 from blockdraft.verifiers.in_process import InProcessVerifier, stacked
+from blockdraft.verifiers.proof import LENGTH, eager_attention, own_forward, proof_tokens, prove, short_windows
 
 
 class EncoderDecoderVerifier(InProcessVerifier):
@@ -37,9 +38,12 @@ class EncoderDecoderVerifier(InProcessVerifier):
         config = model.config
         self._encoder = model.get_encoder().text_model
         self.encoder_length: int = config.encoder.text_config.max_position_embeddings
-        self._encoder_window: int = config.encoder.text_config.sliding_window
         self.image_ids = image_ids(config)
         self.decoder_start = decoder_start(config, model.generation_config)
+
+    @property
+    def _encoder_window(self) -> int:
+        return self.model.config.encoder.text_config.sliding_window
 
     def embed(self, ids: Tensor) -> Tensor:
         """What the decoder's embedding module returns: scaled, with the image-end row in place."""
@@ -128,26 +132,27 @@ class EncoderDecoderVerifier(InProcessVerifier):
 
     @torch.no_grad()
     def prove(self) -> None:
-        """Compare our pass, our cached loop over ragged rows and our head with the model's own forward.
+        """Compare our passes and taps with the model's own forward (`verifiers.proof`).
 
         Raises:
             InputError: they differ.
         """
-        generator = torch.Generator().manual_seed(0)
-        tokens, sources = torch.randint(self.identity.vocab_size, (2, 2, 9), generator=generator).to(self.device)
-        lengths = [9, 5]
-        real = torch.arange(9, device=self.device) < torch.tensor(lengths, device=self.device)[:, None]
-        wanted = self.model(
-            input_ids=sources, attention_mask=real.long(), decoder_input_ids=tokens, use_cache=False
-        ).logits.float()
-        read = [source[:length].tolist() for source, length in zip(sources, lengths, strict=True)]
-        whole = torch.stack([self.logits(states.final) for states in self.states(list(tokens), [], read)])
-        cache = self.cache(2, read)
-        self.extend(cache, tokens[:, :4], [])
-        cache.kv.commit(torch.tensor([2, 3], device=self.device))
-        ragged = torch.stack([tokens[0, 2:7], tokens[1, 3:8]])
-        cached = self.logits(self.extend(cache, ragged, []).final)
-        self._require_equal([(whole, wanted), (cached, torch.stack([wanted[0, 2:7], wanted[1, 3:8]]))])
+        config = self.model.config
+        drawn = proof_tokens(config.decoder, self.identity.vocab_size - len(self.image_ids), 4).to(self.device)
+        sources, tokens = drawn[:2], drawn[2:]
+        lengths = torch.tensor([LENGTH, LENGTH // 2], device=self.device)
+        real = torch.arange(LENGTH, device=self.device) < lengths[:, None]
+        read = [source[:length].tolist() for source, length in zip(sources, lengths.tolist(), strict=True)]
+        with short_windows(self._config, config.encoder.text_config):
+            with eager_attention(self.model):
+                own = self.model(
+                    input_ids=sources,
+                    attention_mask=real.long(),
+                    decoder_input_ids=tokens,
+                    use_cache=False,
+                    output_hidden_states=True,
+                )
+            prove(self, own_forward(own.logits, own.decoder_hidden_states, len(self._layers)), tokens, read)
 
 
 def image_ids(config: Any) -> frozenset[int]:

