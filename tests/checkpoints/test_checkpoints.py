@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from blockdraft.checkpoints.speculators import DIGEST
-from blockdraft.checkpoints.store import CONFIG, WEIGHTS, load_draft, save_draft
+from blockdraft.checkpoints.store import CONFIG, WEIGHTS, load_draft, read_checkpoint, save_draft
+from blockdraft.contract import CONTRACT_VERSION, VerifierIdentity
 from blockdraft.data.packing import pack_row
 from blockdraft.errors import InputError
 from blockdraft.models.block_draft import BlockDraft
@@ -107,7 +110,7 @@ def test_every_tensor_matters(saved: tuple[BlockDraft, Path], tiny_verifier: Cau
         load_draft(folder, tiny_verifier, torch.float32)
 
 
-def leaves(value, path=()):
+def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     if isinstance(value, dict):
         for key, child in value.items():
             yield from leaves(child, (*path, key))
@@ -115,7 +118,7 @@ def leaves(value, path=()):
         yield path
 
 
-def other(value):
+def other(value: Any) -> Any:
     """A value of the same type that says something else."""
     if isinstance(value, bool):
         return not value
@@ -128,26 +131,34 @@ def other(value):
     return 5
 
 
+def changed(config: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    copied = copy.deepcopy(config)
+    place = copied
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return copied
+
+
 # Names are for people; a checkpoint that was moved or renamed is the same checkpoint.
-INFORMATIVE = {("blockdraft", "verifier", "name")}
+INFORMATIVE = {("blockdraft", "verifier", "name"), ("blockdraft", "verifier", "revision")}
 # These say where or in what dtype something lies; loading follows them, or the other copy of the same fact.
 FOLLOWED = {("dtype",), ("blockdraft", "compute_dtype")}
 
 
-def test_every_config_and_contract_field_matters(saved: tuple[BlockDraft, Path], tiny_verifier: CausalVerifier) -> None:
-    """Changing one statement alone is refused (most facts stand twice) or changes what the draft computes."""
+def test_no_config_or_contract_field_is_ignored(saved: tuple[BlockDraft, Path], tiny_verifier: CausalVerifier) -> None:
+    """Changing one statement alone is rejected (most facts stand twice) or changes what the draft computes."""
     _, folder = saved
     original = json.loads((folder / CONFIG).read_text())
     wanted = hidden_of(load_draft(folder, tiny_verifier, torch.float32)[0], tiny_verifier)
     for path in leaves(original):
         if path in INFORMATIVE | FOLLOWED or path == (DIGEST,):  # the signature is made anew here
             continue
-        changed = copy.deepcopy(original)
-        place = changed
-        for key in path[:-1]:
-            place = place[key]
-        place[path[-1]] = other(place[path[-1]])
-        rewrite(folder, config=changed)
+        value = original
+        for key in path:
+            value = value[key]
+        config = changed(original, path, other(value))
+        rewrite(folder, config=config)
         try:
             draft, _ = load_draft(folder, tiny_verifier, torch.float32)
         except InputError:
@@ -155,10 +166,97 @@ def test_every_config_and_contract_field_matters(saved: tuple[BlockDraft, Path],
         found = hidden_of(draft, tiny_verifier)
         same = found.shape == wanted.shape and torch.allclose(found, wanted, atol=1e-5)
         assert not same, f"{path} has no effect"
-        del place[path[-1]]
-        (folder / CONFIG).write_text(json.dumps(changed))
-        with pytest.raises(InputError):
-            load_draft(folder, tiny_verifier, torch.float32)
+
+
+# Facts of a draft that decide what it computes. Each is changed in every place that states it, as an exporter of
+# another draft would write it, so that nothing contradicts anything: what is left is its effect.
+FACTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "taps": ("dflash", {"tap_ids": (1, 2, 4)}),
+    "mask token": ("dflash", {"mask_token_id": 77}),
+    "rotary base": ("dflash", {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}),
+    "window": ("dflash", {"windows": (9, 9)}),
+    "window of one layer": ("dflash", {"windows": (9, None)}),
+    "causality": ("dflash", {"causal": (True, True)}),
+    "causality of one layer": ("dflash", {"causal": (True, False)}),
+    "block size": ("dflash", {"block_size": 5}),
+    "layout": ("dflash", {"sample_from_anchor": True}),
+    "epsilon of norms": ("dflash", {"rms_norm_eps": 1e-2}),
+    "query heads": ("dflash", {"num_heads": 8, "num_kv_heads": 4, "head_dim": 8}),
+    "standardized taps": ("dflare", {"standardise_taps": False}),
+    "confidence from hidden states": ("dspark", {"confidence_with_previous": False}),
+    "rank": ("dspark", {"markov_rank": 9}),
+    "reduced vocabulary": ("dflash", {"draft_vocab_size": 40}),
+}
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_every_fact_decides_what_the_draft_computes(name: str, tiny_verifier: CausalVerifier, tmp_path: Path) -> None:
+    """The same weights under another config say something else; where they do not fit it, they are rejected by name."""
+    method, change = FACTS[name]
+    draft = tiny_draft(tiny_verifier, tiny_config(method))
+    save_draft(tmp_path / "a", draft, contract_of(draft, tiny_verifier), torch.float32, {})
+    wanted = hidden_of(load_draft(tmp_path / "a", tiny_verifier, torch.float32)[0], tiny_verifier)
+    another = tiny_draft(tiny_verifier, tiny_config(method, **change))
+    save_draft(tmp_path / "b", another, contract_of(another, tiny_verifier), torch.float32, {})
+    rewrite(tmp_path / "b", tensors=load_file(tmp_path / "a" / WEIGHTS))
+    try:
+        found = hidden_of(load_draft(tmp_path / "b", tiny_verifier, torch.float32)[0], tiny_verifier)
+    except InputError as error:
+        assert error.field.startswith("checkpoint tensor") and name in NOT_THE_SAME_TENSORS
+        return
+    assert name not in NOT_THE_SAME_TENSORS
+    assert found.shape != wanted.shape or not torch.allclose(found, wanted, atol=1e-5)
+
+
+# Another set of tensors, or others shapes: the config names them, so that a file of the old ones is rejected.
+NOT_THE_SAME_TENSORS = {
+    "query heads", "standardized taps", "confidence from hidden states", "rank", "reduced vocabulary",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*VerifierIdentity.COMPARED, "final_norm", "logit_softcap"])
+def test_every_fact_of_the_verifier_rejects_another(name: str, tiny_verifier: CausalVerifier, tmp_path: Path) -> None:
+    """Changed in every place that states it, so that the comparison with the verifier is all that can object."""
+    draft = tiny_draft(tiny_verifier, tiny_config())
+    save_draft(tmp_path / "d", draft, contract_of(draft, tiny_verifier), torch.float32, {})
+    config = json.loads((tmp_path / "d" / CONFIG).read_text())
+    place = config["blockdraft"] if name in ("final_norm", "logit_softcap") else config["blockdraft"]["verifier"]
+    place[name] = other(place[name])
+    if name == "architecture":
+        config["speculators_config"]["verifier"]["architectures"] = [place[name]]
+    if name == "vocab_size":
+        config["draft_vocab_size"] = config["blockdraft"]["draft_vocab_size"] = place[name]
+        config["transformer_layer_config"]["vocab_size"] = place[name]
+    rewrite(tmp_path / "d", config=config)
+    read_checkpoint(tmp_path / "d")  # it contradicts nothing
+    with pytest.raises(InputError, match=f"verifier {name}: the draft was trained for"):
+        load_draft(tmp_path / "d", tiny_verifier, torch.float32)
+
+
+def as_version_3(config: dict[str, Any], scale: float = 1.0) -> dict[str, Any]:
+    old = copy.deepcopy(config)
+    old["blockdraft"] |= {"version": 3, "embedding_scale": scale}
+    for name in ("matrices_digest", "revision"):
+        del old["blockdraft"]["verifier"][name]
+    return old
+
+
+def test_a_contract_of_version_3_is_read_and_what_it_does_not_say_is_said(
+    tiny_verifier: CausalVerifier, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draft = tiny_draft(tiny_verifier, tiny_config())
+    save_draft(tmp_path / "d", draft, contract_of(draft, tiny_verifier), torch.float32, {})
+    config = json.loads((tmp_path / "d" / CONFIG).read_text())
+    load_draft(tmp_path / "d", tiny_verifier, torch.float32)
+    assert capsys.readouterr().err == ""
+    rewrite(tmp_path / "d", config=as_version_3(config))
+    loaded, contract = load_draft(tmp_path / "d", tiny_verifier, torch.float32)
+    assert torch.equal(hidden_of(loaded, tiny_verifier), hidden_of(draft, tiny_verifier))
+    assert contract.verifier.matrices_digest is None and contract.version == CONTRACT_VERSION
+    assert "the matrices of tiny-llama were not compared, only its norms" in capsys.readouterr().err
+    rewrite(tmp_path / "d", config=as_version_3(config, scale=2.0))
+    with pytest.raises(InputError, match=r"contract embedding_scale: 2\.0"):
+        load_draft(tmp_path / "d", tiny_verifier, torch.float32)
 
 
 def test_compute_dtype_decides_what_auto_means(tiny_verifier: CausalVerifier, tmp_path: Path) -> None:
