@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from huggingface_hub import try_to_load_from_cache
+
 from blockdraft.errors import InputError
 
 FIELD = "--verifier-name-or-path"
@@ -23,6 +25,14 @@ def require_hub_id(name: str, revision: str | None) -> None:
     """
     if revision is not None and (is_gguf(name) or Path(name).exists()):
         raise InputError("--revision", revision, f"belongs to a hub id, and {name} is none; leave it out")
+
+
+def commit_of(name: str, revision: str | None) -> str | None:
+    """The commit that a branch or tag of a hub id stands for, once its config was read; None for what is no hub id."""
+    if is_gguf(name) or Path(name).exists():
+        return None
+    config = try_to_load_from_cache(name, "config.json", revision=revision)
+    return Path(config).parent.name if isinstance(config, str) else None
 
 
 def unreadable(name: str, error: Exception, what: str = "cannot be read") -> InputError:

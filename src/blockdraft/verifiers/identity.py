@@ -6,6 +6,7 @@ that the draft belongs to what will be served.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from blockdraft.contract import VerifierIdentity
 from blockdraft.errors import InputError
-from blockdraft.verifiers.hub import require_hub_id, unreadable
+from blockdraft.verifiers.hub import commit_of, require_hub_id, unreadable
 from blockdraft.verifiers.matrices import Layout, digest_of_files, digest_of_model, matrices_of, sampled_rows
 from blockdraft.verifiers.tensor_files import read_rows, tensors_of
 
@@ -67,7 +68,7 @@ def identity_of(model: Any, tokenizer: Any, name: str, weights: SampledWeights |
         weights = SampledWeights(dict(decoder.named_parameters()), digest_of_model(model))
     return VerifierIdentity(
         name=name,
-        revision=getattr(model.config, "_commit_hash", None),
+        revision=None,  # known to those who loaded it by its hub id
         architecture=type(model).__name__,
         hidden_size=config.hidden_size,
         num_layers=len(decoder.layers),
@@ -113,7 +114,9 @@ def read_identity(
     except Exception as error:  # whatever the hub's client, the readers and the model's own code raise
         raise unreadable(name_or_path, error) from error
     text = model.config.get_text_config()
-    return identity_of(model, tokenizer, name_or_path, weights), final_norm_of(text), softcap_of(text)
+    identity = identity_of(model, tokenizer, name_or_path, weights)
+    identity = dataclasses.replace(identity, revision=commit_of(name_or_path, revision))
+    return identity, final_norm_of(text), softcap_of(text)
 
 
 def _read_weights(model: Any, name_or_path: str, revision: str | None) -> SampledWeights:

@@ -7,6 +7,7 @@ folder that `save_folder` writes and in the server that reads this folder are th
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import importlib.util
 import io
@@ -26,7 +27,7 @@ from blockdraft.folders import replacing
 from blockdraft.runtime import resolve_device
 from blockdraft.verifiers.causal import CausalVerifier
 from blockdraft.verifiers.encoder_decoder import EncoderDecoderVerifier
-from blockdraft.verifiers.hub import EMBEDDED, is_gguf, require_hub_id, unreadable
+from blockdraft.verifiers.hub import EMBEDDED, commit_of, is_gguf, require_hub_id, unreadable
 from blockdraft.verifiers.identity import has_encoder, model_class
 
 LoadedVerifier = CausalVerifier | EncoderDecoderVerifier
@@ -67,7 +68,9 @@ def load_verifier(
     nn.Module.to(model, device=device)
     # A checkpoint names its verifier; a local one must be found from any working directory.
     local = name_or_path != EMBEDDED and Path(name_or_path).exists()
-    return proved(model, tokenizer, str(Path(name_or_path).resolve()) if local else name_or_path)
+    verifier = proved(model, tokenizer, str(Path(name_or_path).resolve()) if local else name_or_path)
+    verifier.identity = dataclasses.replace(verifier.identity, revision=commit_of(name_or_path, revision))
+    return verifier
 
 
 def proved(model: PreTrainedModel, tokenizer: Any, name: str) -> LoadedVerifier:
