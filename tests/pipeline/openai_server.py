@@ -74,7 +74,11 @@ class Server:
 
 @contextmanager
 def openai_server(
-    verifier: CausalVerifier, fault: Fault = lambda *_: None, vllm: bool = True, key: str | None = None
+    verifier: CausalVerifier,
+    fault: Fault = lambda *_: None,
+    vllm: bool = True,
+    key: str | None = None,
+    models: tuple[str, ...] = ("the-verifier",),
 ) -> Iterator[tuple[str, Server]]:
     """Its address and the server, on a free port of this machine."""
     server = Server(verifier, fault, vllm, key)
@@ -84,7 +88,7 @@ def openai_server(
 
         def do_GET(self) -> None:
             owner = "vllm" if server.vllm else "somebody"
-            self._send(200, {"data": [{"id": "the-verifier", "owned_by": owner}]})
+            self._send(200, {"data": [{"id": name, "owned_by": owner} for name in models]})
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
