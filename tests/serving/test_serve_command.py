@@ -61,6 +61,15 @@ def test_the_plan_says_what_is_served(workshop: Path, monkeypatch: pytest.Monkey
         assert word in plan.summary
 
 
+def test_what_is_taken_of_a_repository_is_passed_on(workshop: Path) -> None:
+    settings = ServeSettings(
+        checkpoint=workshop / "dflash", port=free_port(), trust_remote_code=True, engine_arguments=("--max-num-seqs", "2")
+    )
+    assert planned(settings).command[-3:] == ["--trust-remote-code", "--max-num-seqs", "2"]
+    with pytest.raises(InputError, match="--revision: v1: belongs to a hub id"):
+        planned(dataclasses.replace(settings, revision="v1"))
+
+
 def test_the_command_prints_its_plan_and_passes_unknown_flags_on(
     workshop: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,7 +88,7 @@ def test_the_command_prints_its_plan_and_passes_unknown_flags_on(
         ({"k": 8}, "--k: 8: a draft of block size 8 proposes 1 to 7 tokens"),
         ({"verifier_name_or_path": "stranger"}, "verifier architecture: the draft was trained for LlamaForCausalLM"),
         ({"verifier_name_or_path": "smollm2-135m-instruct"}, "vLLM takes a folder; unpack it first"),
-        ({"verifier_name_or_path": "/nowhere/at/all"}, "no such folder, and not to be had"),
+        ({"verifier_name_or_path": "/nowhere/at/all"}, "not a local folder and could not be downloaded"),
         ({"engine_arguments": ("--speculative-config", "{}")}, "--speculative-config: engine flag: blockdraft serve"),
         ({"engine_arguments": ("--dtype=float16",)}, "blockdraft serve sets it itself"),
     ],
