@@ -32,12 +32,16 @@ def _by_commands(device: str, folder: Path) -> None:
     prompts = [{"messages": [{"role": "user", "content": f"w{i} w{i + 1} w{2 * i}"}]} for i in range(12)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in prompts))
     verifier = ("--verifier-name-or-path", folder / "verifier")
-    _call("prepare", *verifier, "--source", f"s={folder / 'prompts.jsonl'}", "--prompts-only", "--train-data-ratio", 0.7,
-          "--save-path", folder / "prompts")  # fmt: skip
+    _call(
+        "prepare", *verifier, "--source", f"s={folder / 'prompts.jsonl'}", "--prompts-only", "--train-data-ratio", 0.7,
+        "--save-path", folder / "prompts",
+    )  # fmt: skip
     digests = []
     for where in (device, "cpu"):
-        made = _call("regenerate", *verifier, "--data-path", folder / "prompts", "--save-path", folder / f"data-{where}",
-                     "--max-new-tokens", 20, "--device", where, "--dtype", "float32")  # fmt: skip
+        made = _call(
+            "regenerate", *verifier, "--data-path", folder / "prompts", "--save-path", folder / f"data-{where}",
+            "--max-new-tokens", 12, "--device", where, "--dtype", "float32",
+        )  # fmt: skip
         digests.append(made["digest"])
     assert digests[0] == digests[1]
     common = (*verifier, "--data-path", folder / f"data-{device}", "--device", device, "--dtype", "float32",
@@ -45,8 +49,10 @@ def _by_commands(device: str, folder: Path) -> None:
     assert _call("states", *common)["made"] == 12
     trained = _call("train", *common, "--save-path", folder / "run", "--epochs", 1, "--logger", "none")
     assert trained["best_acceptance_length"] >= 1
-    using = ("--device", device, "--dtype", "float32", "--max-new-tokens", 12)
-    proof = _call("evaluate", trained["checkpoint"], "--data-path", folder / "prompts.jsonl", "--k", 7, "--decode", *using)
+    using = ("--device", device, "--dtype", "float32", "--max-new-tokens", 8)
+    proof = _call(
+        "evaluate", trained["checkpoint"], "--data-path", folder / "prompts.jsonl", "--k", 7, "--decode", *using
+    )
     found = proof["decoding"]["7"]
     assert found["identical"] == found["same_rounds_as_one_pass"] == 12
     assert proof["machine"].startswith(device) or device != "foreign"
@@ -64,9 +70,12 @@ def _benchmark(device: str, folder: Path) -> None:
              "TARGET": 30, "ANCHORS": 8, "DRAFT_VOCABULARY": 500, "DRAFT_LAYERS": 2, "TAPS": (1, 3, 6)}  # fmt: skip
     out = folder / "results.md"
     arguments = ["t5gemma2_step.py", "--device", device, "--dtype", "bfloat16", "--out", str(out)]
-    with mock.patch.multiple(t5gemma2_step, **small), mock.patch.object(sys, "argv", arguments):
-        with contextlib.redirect_stdout(io.StringIO()):
-            t5gemma2_step.main()
+    with (
+        mock.patch.multiple(t5gemma2_step, **small),
+        mock.patch.object(sys, "argv", arguments),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        t5gemma2_step.main()
     assert "peak of a step" in out.read_text() and "estimate" not in out.read_text()
 
 
