@@ -1,8 +1,8 @@
 """Checks that run on any device: what the CPU does there, and with its results.
 
 `python -m devices.checks DEVICE [PART ...]` runs them (or those whose name has such a part) and prints a line of JSON
-for each: {name: null or what went wrong}. DEVICE is the test device "foreign" or a real one. It is a process of its own,
-since the test device changes torch for good.
+for each: {name: null or what went wrong}. DEVICE is the test device "foreign" or a real one. It is a process of its
+own, since the test device changes torch for good.
 """
 
 from __future__ import annotations
