@@ -38,6 +38,7 @@ def both(top: str, inner: str, value: Any) -> Callable[[Config], None]:
 def rotary(config: Config) -> None:
     for place in (config["blockdraft"], config["transformer_layer_config"]):
         place["rope_parameters"]["rope_theta"] = 7777.0
+    config["transformer_layer_config"]["rope_theta"] = 7777.0
 
 
 def causality(config: Config) -> None:
@@ -48,6 +49,7 @@ def causality(config: Config) -> None:
 def window(config: Config) -> None:
     config["transformer_layer_config"]["layer_types"] = ["sliding_attention"] * 2
     config["transformer_layer_config"]["sliding_window"] = 20
+    config["transformer_layer_config"]["use_sliding_window"] = True
     config["blockdraft"]["windows"] = [20, 20]
 
 

@@ -1,7 +1,8 @@
-"""Checks that run on any device: what the CPU does happens there too, with the same results.
+"""Checks that run on any device: what the CPU does there, and with its results.
 
-`python -m devices.checks DEVICE` runs all of them and prints {"check": null or what went wrong}, one line a check.
-DEVICE is the test device "foreign" or a real one. A process of its own, since the test device changes torch for good.
+`python -m devices.checks DEVICE [PART ...]` runs them (or those whose name has such a part) and prints a line of JSON
+for each: {name: null or what went wrong}. DEVICE is the test device "foreign" or a real one. It is a process of its
+own, since the test device changes torch for good.
 """
 
 from __future__ import annotations
@@ -18,18 +19,17 @@ if __name__ == "__main__" and sys.argv[1] == "foreign":
 
 import torch
 
-from devices import commands, decoding, rejecting, training
+from devices import commands, decoding, training
 from devices.stage import Check
 
-CHECKS: tuple[Check, ...] = (*rejecting.CHECKS, *training.CHECKS, *decoding.CHECKS, *commands.CHECKS)
+CHECKS: tuple[Check, ...] = (*training.CHECKS, *decoding.CHECKS, *commands.CHECKS)
 
 
 def main() -> None:
     device = sys.argv[1]
-    wanted = sys.argv[2:]
     torch.manual_seed(0)
     for check in CHECKS:
-        if wanted and not any(part in check.name for part in wanted):
+        if sys.argv[2:] and not any(part in check.name for part in sys.argv[2:]):
             continue
         problem = None
         with tempfile.TemporaryDirectory() as folder:

@@ -32,12 +32,16 @@ def _by_commands(device: str, folder: Path) -> None:
     prompts = [{"messages": [{"role": "user", "content": f"w{i} w{i + 1} w{2 * i}"}]} for i in range(12)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in prompts))
     verifier = ("--verifier-name-or-path", folder / "verifier")
-    asked = ("--source", f"s={folder / 'prompts.jsonl'}", "--prompts-only", "--train-data-ratio", 0.7)
-    _call("prepare", *verifier, *asked, "--save-path", folder / "prompts")
+    _call(
+        "prepare", *verifier, "--source", f"s={folder / 'prompts.jsonl'}", "--prompts-only", "--train-data-ratio", 0.7,
+        "--save-path", folder / "prompts",
+    )  # fmt: skip
     digests = []
     for where in (device, "cpu"):
-        data = ("--data-path", folder / "prompts", "--save-path", folder / f"data-{where}", "--max-new-tokens", 20)
-        made = _call("regenerate", *verifier, *data, "--device", where, "--dtype", "float32")
+        made = _call(
+            "regenerate", *verifier, "--data-path", folder / "prompts", "--save-path", folder / f"data-{where}",
+            "--max-new-tokens", 12, "--device", where, "--dtype", "float32",
+        )  # fmt: skip
         digests.append(made["digest"])
     assert digests[0] == digests[1]
     common = (*verifier, "--data-path", folder / f"data-{device}", "--device", device, "--dtype", "float32",
@@ -45,7 +49,7 @@ def _by_commands(device: str, folder: Path) -> None:
     assert _call("states", *common)["made"] == 12
     trained = _call("train", *common, "--save-path", folder / "run", "--epochs", 1, "--logger", "none")
     assert trained["best_acceptance_length"] >= 1
-    using = ("--device", device, "--dtype", "float32", "--max-new-tokens", 12)
+    using = ("--device", device, "--dtype", "float32", "--max-new-tokens", 8)
     proof = _call(
         "evaluate", trained["checkpoint"], "--data-path", folder / "prompts.jsonl", "--k", 7, "--decode", *using
     )

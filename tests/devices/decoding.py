@@ -20,7 +20,6 @@ from blockdraft.settings import SamplingSettings
 from conftest import tiny_config, tiny_draft
 from devices.stage import PROMPTS, Check, require_close, verifier_on
 
-K = 7
 DRAFTS: dict[str, dict[str, Any]] = {
     "dflash": {"method": "dflash"},
     "dflare": {"method": "dflare", "windows": (9, None), "causal": (True, False)},
@@ -28,8 +27,8 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "gated": {"method": "dspark", "sequential_head": "gated"},
     "rnn": {"method": "dspark", "sequential_head": "rnn"},
 }
-GREEDY = SamplingSettings(max_new_tokens=14, ignore_eos=True)
-SAMPLED = SamplingSettings(max_new_tokens=12, ignore_eos=True, temperature=0.8, top_k=20, top_p=0.9, seed=3)
+GREEDY = SamplingSettings(max_new_tokens=9, ignore_eos=True)
+SAMPLED = SamplingSettings(max_new_tokens=6, ignore_eos=True, temperature=0.8, top_k=20, top_p=0.9, seed=3)
 
 
 @functools.cache

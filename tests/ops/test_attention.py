@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.attention import flex_attention as flex_module
 
 from blockdraft.data.packing import pack_row
 from blockdraft.ops import attention
@@ -67,6 +68,35 @@ def test_chunks_cover_every_block_once_and_its_whole_context(window: int | None)
         assert int(wanted[chunk.part].sum()) == int((~chunk.hidden).sum())
 
 
+@pytest.mark.parametrize(("window", "causal"), [(None, False), (9, False), (None, True), (10, True)])
+def test_gradients_of_flex_attention_equal_those_of_the_reference(
+    window: int | None, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch rejects FlexAttention's backward on the CPU; behind that check is its own plain implementation."""
+    monkeypatch.setattr(flex_module, "_validate_device", lambda *_: None)
+    row = pack_row([random_document(length, start, length) for length, start in LAYOUTS["odd sizes"]])
+    blocks = choose_anchors(row.loss_mask, row.lengths, max_anchors=0)
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((len(blocks), 7, 6, 8), *[(len(blocks), 7, 2, 8)] * 2, *[(len(row.tokens), 2, 8)] * 2)
+    tensors = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    outs = (
+        flex_attention_of(blocks, len(row.tokens), 7, window, causal)(*tensors),
+        attention.plain_attention(*tensors, blocks, window, causal),
+    )
+    weight = torch.randn(outs[0].shape, generator=generator)
+    found, wanted = (torch.autograd.grad((out * weight).sum(), tensors) for out in outs)
+    for got, right in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-3, atol=1e-4)
+
+
+def test_the_device_of_the_blocks_chooses_the_kernel() -> None:
+    row = pack_row([random_document(9, 7, 0)])
+    blocks = choose_anchors(row.loss_mask, row.lengths, max_anchors=0)
+    kinds = {device: attention.training_attention(blocks.to(device), 9, 4, None, False) for device in ("cpu", "meta")}
+    assert isinstance(kinds["cpu"], attention.ChunkedAttention)
+    assert kinds["meta"].func is attention.plain_attention
+
+
 def test_no_blocks() -> None:
     row = pack_row([random_document(4, 3, 0)])
     blocks = choose_anchors(row.loss_mask, row.lengths, max_anchors=0)
@@ -76,3 +106,5 @@ def test_no_blocks() -> None:
         empty, empty[:, :, :2], empty[:, :, :2], torch.zeros(4, 2, 8), torch.zeros(4, 2, 8)
     )
     assert out.shape == (0, 8, 4, 8)
+    tensors = (empty, empty[:, :, :2], empty[:, :, :2], torch.zeros(4, 2, 8), torch.zeros(4, 2, 8))
+    assert attention.plain_attention(*tensors, blocks, None, False).shape == (0, 8, 4, 8)

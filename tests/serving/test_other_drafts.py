@@ -36,6 +36,7 @@ def mask(config: dict, _: dict) -> None:
 def rotary(config: dict, _: dict) -> None:
     for place in (config["blockdraft"], config["transformer_layer_config"]):
         place["rope_parameters"]["rope_theta"] = 1000.0
+    config["transformer_layer_config"]["rope_theta"] = 1000.0
 
 
 def causality(config: dict, _: dict) -> None:

@@ -63,7 +63,10 @@ def test_the_plan_says_what_is_served(workshop: Path, monkeypatch: pytest.Monkey
 
 def test_what_is_taken_of_a_repository_is_passed_on(workshop: Path) -> None:
     settings = ServeSettings(
-        checkpoint=workshop / "dflash", port=free_port(), trust_remote_code=True, engine_arguments=("--max-num-seqs", "2")
+        checkpoint=workshop / "dflash",
+        port=free_port(),
+        trust_remote_code=True,
+        engine_arguments=("--max-num-seqs", "2"),
     )
     assert planned(settings).command[-3:] == ["--trust-remote-code", "--max-num-seqs", "2"]
     with pytest.raises(InputError, match="--revision: v1: belongs to a hub id"):

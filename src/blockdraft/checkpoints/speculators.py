@@ -41,6 +41,8 @@ FILE_NAMES = {
     "vocabulary.d2t": "d2t",
     "vocabulary.t2d": "t2d",
 }
+# Keys of the layer config that earlier exports do not have; each repeats what another key states.
+ADDED = ("rope_theta", "rope_scaling", "use_sliding_window")
 HEAD = "lm_head.weight"  # rows of the verifier's head for a reduced vocabulary; engines need them in the file
 
 
@@ -76,8 +78,9 @@ def config_json(config: DraftConfig, contract: Contract, dtype: str) -> dict[str
             "vocab_size": config.vocab_size,
             "rms_norm_eps": config.rms_norm_eps,
             "attention_bias": False,
-            "rope_parameters": dict(config.rope_parameters),
+            **_rotary_fields(config.rope_parameters),
             "layer_types": layer_types,
+            "use_sliding_window": bool(windows),  # without it transformers' Qwen3Config drops the window
             "sliding_window": windows.pop() if len(windows) == 1 else None,
             "max_position_embeddings": config.max_position_embeddings,
             "tie_word_embeddings": False,
@@ -99,6 +102,17 @@ def config_json(config: DraftConfig, contract: Contract, dtype: str) -> dict[str
             },
         },
         CONTRACT_KEY: contract.to_dict(),
+    }
+
+
+def _rotary_fields(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Rotary parameters as transformers 5 reads them, and as readers do that know the older two keys alone."""
+    scaling = {key: value for key, value in parameters.items() if key != "rope_theta"}
+    scaled = scaling.get("rope_type", "default") != "default"
+    return {
+        "rope_parameters": dict(parameters),
+        "rope_theta": parameters.get("rope_theta"),
+        "rope_scaling": scaling if scaled else None,
     }
 
 
@@ -157,7 +171,11 @@ def parse_config(raw: dict[str, Any], where: str) -> tuple[DraftConfig, Contract
         raise InputError(f"{where} transformer_layer_config", error, "is missing") from None
     _require_consistent(config, contract, where)
     stated = {key: value for key, value in raw.items() if key != DIGEST}
-    _require_equal(stated, config_json(config, contract, raw.get("dtype", "")), where)
+    wanted = config_json(config, contract, raw.get("dtype", ""))
+    for key in ADDED:
+        if key not in layer:
+            del wanted["transformer_layer_config"][key]
+    _require_equal(stated, wanted, where)
     return config, contract
 
 

@@ -275,7 +275,9 @@ def plain_attention(
     seen_context = context_mask(blocks, len(context_key_TKH), block_size, window)
     own = torch.eye(num_blocks, dtype=torch.bool, device=keys.device)[:, None, :, None]
     seen_slots = own & slot_mask(block_size, causal, keys.device)[None, :, None, :]
-    mask = torch.cat((seen_context, seen_slots.reshape(num_blocks, block_size, -1)), dim=-1).flatten(0, 1)
+    mask = torch.cat(
+        (seen_context, seen_slots.reshape(num_blocks, block_size, num_blocks * block_size)), dim=-1
+    ).flatten(0, 1)
     scores = torch.einsum("mqh,tqh->qmt", query_NBQH.flatten(0, 1) * head_dim**-0.5, keys)
     scores = scores.to(_accumulator(scores.dtype))
     weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1).to(values.dtype)

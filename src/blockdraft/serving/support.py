@@ -38,7 +38,7 @@ class Family:
     decoder: str | None
 
 
-# Each is here because a test in tests/serving/test_families.py has served it.
+# Each is here because a test in tests/serving/test_served_families.py has served it.
 PATCHED = {
     "GemmaForCausalLM": Family("gemma", "GemmaForCausalLM", "GemmaModel"),
     "Gemma3ForCausalLM": Family("gemma3", "Gemma3ForCausalLM", "Gemma3Model"),

@@ -22,6 +22,14 @@ from blockdraft.training.states import TrainingStates
 from blockdraft.verifiers.base import Verifier
 
 CALIBRATION_DOCUMENTS = 32
+DEFAULT_ROPE_THETA = 10_000.0  # for verifiers without rotary positions
+# What transformers' rotary types read for one position of a token and a whole head; sections and parts are left out.
+ROTARY_KEYS = (
+    "rope_type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast",
+    "beta_slow", "mscale", "mscale_all_dim", "truncate", "short_factor", "long_factor", "low_freq_factor",
+    "high_freq_factor",
+)  # fmt: skip
+WHOLE_HEAD_TYPES = frozenset({"mrope", "proportional"})  # "default" as soon as a head is rotated whole
 
 
 def spread_taps(num_layers: int, num_taps: int) -> tuple[int, ...]:
@@ -43,8 +51,6 @@ def draft_config(settings: TrainSettings, verifier: Verifier, documents: Sequenc
     for tap in taps:
         if not 0 <= tap <= num_layers:
             raise InputError("--target-layer-ids", tap, f"must be in 0..{num_layers} (0 is the embeddings)")
-    # A verifier may rotate part of a head; a draft rotates all of it, and must say so to whoever serves it.
-    rope = {key: value for key, value in verifier.rope_parameters().items() if key != "partial_rotary_factor"}
     windows, causal = layer_kinds(settings)
     vocab_size = verifier.identity.vocab_size
     if (settings.draft_vocab_size or 0) > vocab_size:
@@ -62,11 +68,23 @@ def draft_config(settings: TrainSettings, verifier: Verifier, documents: Sequenc
         standardise_taps=settings.standardise_taps,
         block_size=settings.block_size,
         mask_token_id=resolve_mask_token(settings.mask_token_id, verifier, documents),
-        rope_parameters=rope,
+        rope_parameters=draft_rotary(verifier.rope_parameters()),
         max_position_embeddings=verifier.context_length,
         windows=windows,
         causal=causal,
     )
+
+
+def draft_rotary(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Rotary parameters of a draft, from its verifier's.
+
+    A verifier may rotate part of a head, or sections of it by several positions (images); a draft rotates all of it by
+    one, and must not say otherwise to whoever serves it.
+    """
+    kept = {key: value for key, value in parameters.items() if key in ROTARY_KEYS}
+    if kept.get("rope_type") in WHOLE_HEAD_TYPES:
+        kept["rope_type"] = "default"
+    return {"rope_type": "default", "rope_theta": DEFAULT_ROPE_THETA, **kept}
 
 
 def choose_taps(settings: DraftSettings, context_fusion: str, num_layers: int) -> tuple[int, ...]:
