@@ -135,7 +135,7 @@ def test_missing_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_hub_that_is_not_there() -> None:
-    with pytest.raises(InputError, match="nobody/nothing: cannot be loaded"):
+    with pytest.raises(InputError, match="nobody/nothing: not a local folder and could not be downloaded"):
         load_verifier("nobody/nothing", torch.float32)
 
 
