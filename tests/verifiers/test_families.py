@@ -18,6 +18,7 @@ from blockdraft.settings import SamplingSettings, TrainSettings
 from blockdraft.training.trainer import Trainer
 from blockdraft.verifiers import proof
 from blockdraft.verifiers.base import Verifier
+from blockdraft.verifiers.identity import read_identity
 from blockdraft.verifiers.loading import load_verifier
 from conftest import MASK, random_document, tiny_tokenizer
 from verifiers.families import FAMILIES, NOT_TRIED, REJECTED, RIGHT, WINDOW, Family, tiny_model
@@ -44,9 +45,14 @@ def name_of(family: Family) -> str:
 
 @pytest.mark.parametrize("family", RIGHT, ids=name_of)
 def test_a_family_is_right(family: Family, tmp_path: Path) -> None:
-    """Whole texts, taps, cached decoding, and a draft that is trained, decoded with and evaluated in one pass."""
+    """Whole texts, taps, cached decoding, and a draft that is trained, decoded with and evaluated in one pass.
+
+    And its identity is the same whether it is loaded or read from the files.
+    """
     folder = saved(family, tmp_path / "verifier")
     verifier, own = load_verifier(folder, torch.float32, "cpu"), eager(folder)
+    assert verifier.identity.matrices_digest is not None
+    assert read_identity(folder)[0] == verifier.identity
     tokens = torch.stack([torch.tensor(random_document(100, 1, seed).input_ids) for seed in (1, 2)])
     assert tokens.shape[1] > 2 * WINDOW
     with torch.no_grad():
