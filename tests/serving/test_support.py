@@ -43,7 +43,7 @@ def test_a_verifier_with_hidden_states_is_not(tmp_path: Path, capsys: pytest.Cap
     checkpoint = renamed(tmp_path, "LlamaForCausalLM")
     assert call(capsys, "serve", checkpoint, "--port", free_port(), "--dry-run")[0] == 0
     code, out, _ = call(capsys, "check", checkpoint, "--json")
-    assert (code, json.loads(out)["served by vLLM"]) == (0, "yes, by vLLM's class")
+    assert (code, json.loads(out)["served by vLLM"]) == (0, "yes, by vLLM's class (tested)")
 
 
 @pytest.mark.parametrize(("architecture", "warned"), [("StableLmForCausalLM", True), ("LlamaForCausalLM", False)])

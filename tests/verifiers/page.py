@@ -50,8 +50,9 @@ passes them. In float32 the worst position may differ by 0.001 of the spread of 
 position by 0.2. A family that fails, or that is not understood, is rejected in one line. Weights that lack a tensor
 are rejected, too.
 
-**Served with a draft** says what `blockdraft serve` and `vllm serve` do. `blockdraft check` says it for a checkpoint,
-and `serve` before an engine starts.
+**Served with a draft** says what `blockdraft serve` and `vllm serve` do. *Tested* families have been served with a
+draft whose every proposal was the trainer's; the others are read from vLLM's classes. `blockdraft check` says it for
+a checkpoint, and `serve` before an engine starts.
 
 T5Gemma 2 (`t5gemma2`) is the one family with an encoder: {t5gemma2}. Other multimodal models are not loaded, but for
 those in the table, whose text model is driven as it is.

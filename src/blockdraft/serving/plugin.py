@@ -49,6 +49,7 @@ def register() -> None:
     vllm.ModelRegistry.register_model(ARCHITECTURE, "blockdraft.serving.draft_model:BlockDraftForCausalLM")
     _mend_context_key_norm()
     _mend_sampling()
+    _keep_windows_apart()
     _extend_proposer()
     _give_hidden_states()
     _serve_t5gemma2()
@@ -163,6 +164,30 @@ def _mend_context_key_norm() -> None:
 
     if current_platform.is_cpu():
         DFlashQwen3Model._normalize_context_k = normalised_context_keys
+
+
+def _keep_windows_apart() -> None:
+    """vLLM 0.32 gives a layer without a window that of the cache: the verifier's, where all its layers slide.
+
+    A draft that sees the whole context would be served with the verifier's window: the text stays right, proposals go
+    wrong past it. Such layers are built as if the cache had none.
+    """
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3DecoderLayer
+
+    build = DFlashQwen3DecoderLayer.__init__
+
+    @functools.wraps(build)
+    def with_its_own(self: Any, *args: Any, cache_config: Any = None, **kwargs: Any) -> None:
+        window = getattr(cache_config, "sliding_window", None)
+        if window is not None:
+            cache_config.sliding_window = None
+        try:
+            build(self, *args, cache_config=cache_config, **kwargs)
+        finally:
+            if window is not None:
+                cache_config.sliding_window = window
+
+    DFlashQwen3DecoderLayer.__init__ = with_its_own
 
 
 def _mend_sampling() -> None:

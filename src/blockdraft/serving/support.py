@@ -7,6 +7,7 @@ transformers' class, if that allows it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,14 @@ PATCHED = {
 }
 
 
+# Served in a test with a draft, every proposed block the trainer's: tests/serving/test_served_families.py, and Llama.
+TESTED = frozenset(
+    f"{name}ForCausalLM"
+    for name in ("Gemma", "Gemma3", "Gemma4", "Glm4", "Llama", "Mistral", "Mixtral", "Nemotron", "Olmo2", "Olmoe",
+                 "Phi3", "Qwen2Moe", "Qwen3", "SmolLM3")
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Support:
     """What the engine does with a draft for one architecture.
@@ -70,7 +79,7 @@ class Support:
 
 _NATIVE = Support(True, "native", 0, "yes, by vLLM's class")
 _PATCHED = Support(True, "patched", 0, "yes, with the plugin's patch")
-_OWN = Support(True, "patched", 0, "yes, with the plugin's model")
+_OWN = Support(True, "patched", 0, "yes, with the plugin's model (tested)")
 _BACKEND = Support(True, "backend", 1, "yes, by its Transformers backend, without tap 0")
 _NO_STATES = Support(False, "no hidden states", 0, "no: vLLM's class gives no hidden states")
 _UNKNOWN = Support(False, "unknown", 0, "no: vLLM does not have it")
@@ -78,6 +87,11 @@ _UNKNOWN = Support(False, "unknown", 0, "no: vLLM does not have it")
 
 def support_of(architecture: str) -> Support:
     """What vLLM 0.32 with our plugin does with a draft for an architecture, as config.json names it."""
+    found = _support_of(architecture)
+    return dataclasses.replace(found, text=f"{found.text} (tested)") if architecture in TESTED else found
+
+
+def _support_of(architecture: str) -> Support:
     if architecture == T5GEMMA2:
         return _OWN
     if architecture in PATCHED:
