@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from blockdraft.errors import InputError
-from blockdraft.folders import read_json
+from blockdraft.files import read_json
 
 
 def fingerprint(facts: Any) -> str:

@@ -6,7 +6,7 @@ import fcntl
 from collections.abc import Callable
 from pathlib import Path
 
-from blockdraft.folders import replacing
+from blockdraft.files import replacing
 
 
 def made_once(folder: Path, make: Callable[[Path], object]) -> Path:

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from once import made_once
 from venues import Pair, venue_pairs
 
-from blockdraft.folders import replacing, write_text
+from blockdraft.files import replacing, write_text
 
 PAIRS = "BLOCKDRAFT_PAIRS"  # names a CSV file of real pairs to learn instead
 SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"]

@@ -18,7 +18,7 @@ from blockdraft.cli.tables import next_commands, show_quickstart
 from blockdraft.data.table import read_documents
 from blockdraft.data.workloads import workload_prompts
 from blockdraft.decoding.engine import DecodingEngine
-from blockdraft.folders import write_json
+from blockdraft.files import write_json
 from blockdraft.pipeline import quickstart as module
 from blockdraft.pipeline.evaluate import one_pass
 from blockdraft.pipeline.loading import encode_all, load_pair

@@ -18,7 +18,7 @@ from torch import Tensor
 from blockdraft.checkpoints.speculators import DIGEST, FILE_NAMES, HEAD, config_json, parse_config
 from blockdraft.contract import Contract
 from blockdraft.errors import InputError
-from blockdraft.folders import read_json, replacing, write_json
+from blockdraft.files import read_json, replacing, write_json
 from blockdraft.models.block_draft import BlockDraft
 from blockdraft.models.config import DraftConfig
 from blockdraft.models.fusion import ProjectedFusion

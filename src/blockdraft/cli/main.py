@@ -13,6 +13,7 @@ from blockdraft import __version__
 from blockdraft.cli.flags import command, list_flags, spread_lists, takes_more
 from blockdraft.cli.verbs import VERBS, Verb
 from blockdraft.errors import BlockdraftError
+from blockdraft.files import reason
 from blockdraft.progress import say
 from blockdraft.runtime import prepare_environment, resolve_device
 from blockdraft.settings import ComputeSettings, build
@@ -88,6 +89,12 @@ def run(arguments: list[str]) -> int:
     except _USAGE_ERROR as error:
         say(f"blockdraft: {error.format_message()}")
         return 2
+    except BrokenPipeError:  # whoever read the output has gone, as `head` does
+        sys.stdout = None
+        return 1
+    except OSError as error:  # a disk that fills up, a folder that goes away
+        say(f"blockdraft: {error.filename or 'the system'}: {reason(error)}")
+        return 1
     return code if isinstance(code, int) else 0
 
 

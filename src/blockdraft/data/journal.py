@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from blockdraft.folders import write_text
+from blockdraft.files import write_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from blockdraft.data.sources import Source
 from blockdraft.data.table import RECORD, TABLE, read_table
 from blockdraft.data.templates import ChatMode, ChatTemplate
 from blockdraft.errors import InputError
-from blockdraft.folders import read_json
+from blockdraft.files import read_json
 
 
 def read_prompts(path: Path, field: str) -> list[Messages]:

@@ -15,8 +15,8 @@ from blockdraft.data.sources import Source, parse_sources
 from blockdraft.data.table import RECORD, REJECTS
 from blockdraft.data.templates import ChatMode, ChatTemplate
 from blockdraft.errors import InputError
+from blockdraft.files import read_json, replacing, require_free, write_json
 from blockdraft.fingerprint import already_made, file_hash
-from blockdraft.folders import read_json, replacing, require_free, write_json
 from blockdraft.pipeline.preparation import Preparation
 from blockdraft.settings import PrepareSettings
 from blockdraft.verifiers.text_side import TextSide, read_text_side

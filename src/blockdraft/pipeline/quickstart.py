@@ -19,8 +19,8 @@ from blockdraft.data.vocabulary import occurring_tokens
 from blockdraft.data.workloads import workload_prompts
 from blockdraft.decoding.engine import DecodingEngine
 from blockdraft.decoding.identity import TIE_CEILING
+from blockdraft.files import read_json, write_json
 from blockdraft.fingerprint import fingerprint
-from blockdraft.folders import read_json, write_json
 from blockdraft.ops.acceptance import AcceptanceCounts
 from blockdraft.pipeline.evaluate import num_same_rounds, one_pass, proof_failures, prove_by_decoding
 from blockdraft.pipeline.loading import Pair, encode_all, load_pair

@@ -23,8 +23,8 @@ from blockdraft.data.table import RECORD, REJECTS, TABLE, flat, read_table, writ
 from blockdraft.data.templates import ChatTemplate, truncated
 from blockdraft.decoding.regenerate import write_replies
 from blockdraft.errors import BlockdraftError, InputError
+from blockdraft.files import read_json, replacing, require_free, write_json
 from blockdraft.fingerprint import already_made, file_hash, fingerprint
-from blockdraft.folders import read_json, replacing, require_free, write_json
 from blockdraft.pipeline.loading import verifier_of
 from blockdraft.pipeline.prepare import chat_template
 from blockdraft.progress import say

@@ -7,7 +7,7 @@ from typing import Any
 
 from blockdraft.data.table import RECORD, Documents, read_documents
 from blockdraft.errors import InputError
-from blockdraft.folders import read_json
+from blockdraft.files import read_json
 from blockdraft.pipeline.loading import verifier_of
 from blockdraft.pipeline.prepare import chat_mode
 from blockdraft.progress import say

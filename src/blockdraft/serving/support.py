@@ -17,7 +17,7 @@ import transformers
 
 from blockdraft.contract import Contract
 from blockdraft.errors import InputError
-from blockdraft.folders import read_json
+from blockdraft.files import read_json
 from blockdraft.serving.engine_models import BACKEND, NO_STATES, STATES
 
 T5GEMMA2 = "T5Gemma2ForConditionalGeneration"  # a model that the plugin brings along

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from blockdraft.folders import replacing
+from blockdraft.files import replacing
 from blockdraft.progress import say
 
 _FILE = "state.pt"

@@ -18,8 +18,8 @@ from safetensors.torch import save
 from blockdraft.contract import TAP_CONVENTION, TAP_KIND
 from blockdraft.data.table import Documents
 from blockdraft.errors import BlockdraftError, InputError
+from blockdraft.files import read_json, require_free, write_bytes, write_json
 from blockdraft.fingerprint import already_made
-from blockdraft.folders import read_json, require_free, write_bytes, write_json
 from blockdraft.progress import progress, say
 from blockdraft.records import Document, documents_digest
 from blockdraft.runtime import dtype_name

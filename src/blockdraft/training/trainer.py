@@ -25,8 +25,8 @@ from blockdraft.data.packing import pack_row, packed_order
 from blockdraft.data.templates import ChatMode
 from blockdraft.decoding.one_pass import rounds_of_document
 from blockdraft.errors import BlockdraftError
+from blockdraft.files import write_json
 from blockdraft.fingerprint import already_made
-from blockdraft.folders import write_json
 from blockdraft.losses.metrics import BlockMetrics
 from blockdraft.ops.acceptance import AcceptanceCounts
 from blockdraft.ops.anchors import choose_anchors

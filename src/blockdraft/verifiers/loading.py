@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 
 from blockdraft.errors import InputError
-from blockdraft.folders import replacing
+from blockdraft.files import replacing
 from blockdraft.runtime import resolve_device
 from blockdraft.verifiers.causal import CausalVerifier
 from blockdraft.verifiers.encoder_decoder import EncoderDecoderVerifier
