@@ -6,12 +6,11 @@ import contextlib
 import os
 from typing import TYPE_CHECKING
 
+from blockdraft.choices import Dtype, words
 from blockdraft.errors import InputError
 
 if TYPE_CHECKING:
     import torch
-
-DTYPES = ("auto", "float32", "bfloat16")
 
 
 def prepare_environment() -> None:
@@ -89,8 +88,8 @@ def resolve_dtype(name: str, device: str | torch.device, field: str = "--dtype")
     """Turn a dtype's name into the torch dtype; "auto" is bfloat16 where the device has it, else float32."""
     import torch
 
-    if name not in DTYPES:
-        raise InputError(field, name, f"choose one of {', '.join(DTYPES)}")
+    if name not in words(Dtype):
+        raise InputError(field, name, f"choose one of {', '.join(words(Dtype))}")
     if name == "auto":
         return torch.bfloat16 if has_fast_bfloat16(device) else torch.float32
     return torch.bfloat16 if name == "bfloat16" else torch.float32

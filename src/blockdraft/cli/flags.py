@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-import types
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from blockdraft.settings import flag_name
+from blockdraft.settings.base import flag_name, type_hints, value_type
 
 
 def command(cls: type, run: Callable[[dict[str, Any], Path | None, bool], None]) -> Callable[..., None]:
@@ -21,7 +20,7 @@ def command(cls: type, run: Callable[[dict[str, Any], Path | None, bool], None])
 
     Every flag defaults to None here, which means "not given"; the default itself is applied by `settings.build`.
     """
-    hints = typing.get_type_hints(cls)
+    hints = type_hints(cls)
     fields = dataclasses.fields(cls)
     panels = _panels(cls)
     ordered = sorted((f for f in fields if not _unparsed(f)), key=_arguments_and_required_first)
@@ -54,12 +53,12 @@ def _unparsed(field: dataclasses.Field[Any]) -> bool:
 
 
 def list_flags(cls: type) -> frozenset[str]:
-    """Flags of `cls` that take several values."""
-    hints = typing.get_type_hints(cls)
+    """Flags of `cls` that take several numbers."""
+    kinds = {name: value_type(hint) for name, hint in type_hints(cls).items()}
     return frozenset(
         flag_name(field.name)
         for field in dataclasses.fields(cls)
-        if typing.get_origin(hints[field.name]) is tuple and not field.metadata["argument"]
+        if kinds[field.name] in ((int, True), (float, True)) and not field.metadata["argument"]
     )
 
 
@@ -101,11 +100,9 @@ def _panels(cls: type) -> dict[str, str]:
 
 
 def _parameter(field: dataclasses.Field[Any], hint: Any, panel: str | None) -> inspect.Parameter:
-    args = typing.get_args(hint)
-    if isinstance(hint, types.UnionType):
-        hint = next(option for option in args if option is not type(None))
-    elif typing.get_origin(hint) is tuple:
-        hint = list[args[0]]  # type: ignore[valid-type]
+    wanted, several = value_type(hint)
+    # Values stay text here: one place, `settings.base`, turns them into numbers and paths and says what is wrong.
+    hint = bool if wanted is bool else list[str] if several else str
     help_text = field.metadata["help"]
     if field.default is dataclasses.MISSING:
         help_text += " (required)"
@@ -114,15 +111,22 @@ def _parameter(field: dataclasses.Field[Any], hint: Any, panel: str | None) -> i
     if field.metadata["argument"]:
         marker: Any = typer.Argument(help=help_text, show_default=False)
         return _keyword(field.name, hint | None, marker, None)
-    return _option(field.name, hint | None, None, help_text, panel)
+    return _option(field.name, hint | None, None, help_text, panel, _metavar(wanted))
 
 
-def _option(name: str, hint: Any, default: Any, help_text: str, panel: str | None = None) -> inspect.Parameter:
+def _metavar(wanted: Any) -> str | None:
+    if typing.get_origin(wanted) is typing.Literal:
+        return "WORD"  # the help names them all
+    return {bool: None, int: "INTEGER", float: "NUMBER", Path: "PATH"}.get(wanted, "TEXT")
+
+
+def _option(
+    name: str, hint: Any, default: Any, help_text: str, panel: str | None = None, metavar: str | None = None
+) -> inspect.Parameter:
     flag = flag_name(name)
     names = (f"{flag}/--no-{flag[2:]}",) if hint == bool | None else (flag,)
-    return _keyword(
-        name, hint, typer.Option(*names, help=help_text, show_default=False, rich_help_panel=panel), default
-    )
+    option = typer.Option(*names, help=help_text, show_default=False, rich_help_panel=panel, metavar=metavar)
+    return _keyword(name, hint, option, default)
 
 
 def _keyword(name: str, hint: Any, marker: Any, default: Any) -> inspect.Parameter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ INTERRUPTED = 130
 _USAGE_ERROR: Any = typer.BadParameter.__base__
 
 
+@functools.cache
 def make_app() -> typer.Typer:
     """The typer application with one command a verb."""
     app = typer.Typer(

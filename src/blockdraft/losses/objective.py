@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -15,11 +16,11 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from blockdraft.errors import InputError
+from blockdraft.files import reason
 from blockdraft.losses.pointwise import LOSSES
 from blockdraft.losses.targets import SlotTargets
 from blockdraft.losses.weights import dpace, exp_decay, progressive_gamma
 
-WEIGHTINGS = ("dpace", "fixed-exp-decay", "progressive-decay")
 SPELLINGS = MappingProxyType({"kl_div": "kl", "reverse_kl": "rkl"})  # as others call them
 
 
@@ -33,15 +34,15 @@ def parse_loss(text: str) -> dict[str, float]:
     if text.lstrip().startswith("{"):
         try:
             raw = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise InputError("--loss-fn", text, f"not valid JSON ({error.msg})") from None
+        except (ValueError, RecursionError) as error:
+            raise InputError("--loss-fn", text, f"not valid JSON ({reason(error)})") from None
     assert isinstance(raw, dict)
     terms: dict[str, float] = {}
     for name, weight in raw.items():
         known = SPELLINGS.get(name, name)
         if known not in LOSSES:
             raise InputError("--loss-fn", name, f"known losses are {', '.join(LOSSES)}")
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or weight <= 0:
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
             raise InputError("--loss-fn", f"{name}: {weight}", "a weight must be a number above 0")
         terms[known] = float(weight)
     if not terms:
@@ -55,7 +56,7 @@ class Objective:
 
     Attributes:
         terms: losses and their weights.
-        weighting: one of WEIGHTINGS.
+        weighting: a `choices.Weighting`.
         confidence_alpha: weight of the confidence head's term.
         progress: share of training done, for weights that change with it.
     """

@@ -7,12 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from blockdraft.choices import ConfidenceHead, ContextFusion, ContextKV, SequentialHead, words
 from blockdraft.errors import InputError
-
-CONTEXT_FUSIONS = ("projected", "layerwise")
-CONTEXT_KVS = ("shared", "separate")
-SEQUENTIAL_HEADS = ("none", "markov", "gated", "rnn")
-CONFIDENCE_HEADS = ("none", "linear")
 
 # The sockets that give a method its name; a draft is one class whatever they say.
 METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -94,15 +90,14 @@ class DraftConfig:
     """By layer: whether a slot sees only the slots up to itself."""
 
     def __post_init__(self) -> None:
-        for field, choices in (
-            ("context_fusion", CONTEXT_FUSIONS),
-            ("context_kv", CONTEXT_KVS),
-            ("sequential_head", SEQUENTIAL_HEADS),
-            ("confidence_head", CONFIDENCE_HEADS),
+        for field, choice in (
+            ("context_fusion", ContextFusion),
+            ("context_kv", ContextKV),
+            ("sequential_head", SequentialHead),
+            ("confidence_head", ConfidenceHead),
         ):
-            _require(
-                getattr(self, field) in choices, field, getattr(self, field), f"choose one of {', '.join(choices)}"
-            )
+            value = getattr(self, field)
+            _require(value in words(choice), field, value, f"choose one of {', '.join(words(choice))}")
         _require(self.block_size >= 2, "block_size", self.block_size, "must be 2 or more: an anchor and a slot")
         _require(self.num_layers >= 1, "num_layers", self.num_layers, "must be 1 or more")
         _require(

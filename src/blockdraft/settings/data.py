@@ -6,8 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from blockdraft.settings.base import at_least, check, one_of, required, setting
-from blockdraft.settings.common import MODEL_HELP, VERIFIER_HELP, OriginSettings, VerifierSettings, require_endpoint
+from blockdraft.choices import Overlong, RewrittenHistory, Switch
+from blockdraft.settings.base import Settings, check, required, setting
+from blockdraft.settings.common import (
+    MODEL_HELP,
+    TOP_K_HELP,
+    TOP_P_HELP,
+    VERIFIER_HELP,
+    OriginSettings,
+    VerifierSettings,
+    require_endpoint,
+    require_temperature,
+    temperature_setting,
+)
 
 TRAIN_DATA_RATIO = 0.9  # share of the texts to train on, where nothing else is said
 REWRITTEN_HELP = (
@@ -23,7 +34,7 @@ PROBE_HELP = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvertSettings:
+class ConvertSettings(Settings):
     """Unpack a GGUF verifier into an ordinary bfloat16 folder, which vLLM and transformers load."""
 
     source: str = required("the embedded smollm2-135m-instruct, or a .gguf file", argument=True)
@@ -31,22 +42,18 @@ class ConvertSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TemplateSettings:
+class TemplateSettings(Settings):
     """How conversations become text."""
 
     PANEL: ClassVar[str] = "How conversations become text"
 
-    thinking: str = setting("auto", "tell the chat template to think: on, off or auto (the template's default)")
-    rewritten_history: str = setting("last", REWRITTEN_HELP)
+    thinking: Switch = setting("auto", "tell the chat template to think: on, off or auto (the template's default)")
+    rewritten_history: RewrittenHistory = setting("last", REWRITTEN_HELP)
     tools: Path | None = setting(None, "JSON list of tools, offered in every conversation that names none of its own")
-    max_source_length: int = setting(2048, "longest source in tokens, for verifiers with an encoder")
-    max_length: int = setting(0, "longest text in tokens; 0: 1024 where the verifier has an encoder, else 2048")
-
-    def __post_init__(self) -> None:
-        one_of(self, "thinking", ("auto", "on", "off"))
-        one_of(self, "rewritten_history", ("last", "split", "reject"))
-        at_least(self, 1, "max_source_length")
-        at_least(self, 0, "max_length")
+    max_source_length: int = setting(2048, "longest source in tokens, for verifiers with an encoder", at_least=1)
+    max_length: int = setting(
+        0, "longest text in tokens; 0: 1024 where the verifier has an encoder, else 2048", at_least=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,25 +69,29 @@ class PrepareSettings(TemplateSettings, OriginSettings):
     converter: tuple[str, ...] = setting(
         (), "source=converter where the shape is not found by itself; source=ask:reply names two columns"
     )
-    num_rows: int = setting(0, "rows of the whole mixture, which weights share; 0: as many as the sources have")
+    num_rows: int = setting(
+        0, "rows of the whole mixture, which weights share; 0: as many as the sources have", at_least=0
+    )
     exclude_overlap: tuple[Path, ...] = setting((), "evaluation files: rows that ask what they ask are left out")
     train_data_ratio: float = setting(
-        TRAIN_DATA_RATIO, "share of the texts to train on, by hash of what they ask; the rest validates"
+        TRAIN_DATA_RATIO,
+        "share of the texts to train on, by hash of what they ask; the rest validates",
+        above=0,
+        below=1,
     )
-    overlong: str = setting("truncate", "texts over the limit: truncate (and count) or drop")
-    max_reject_share: float = setting(0.1, "stop when more of a source's rows than this cannot be used")
-    seed: int = setting(42, "seed of the draw and of the order")
-    num_workers: int = setting(0, "processes that encode; 0: one for each processor")
-    preview: int = setting(0, "show so many texts of each source with the learned tokens coloured; write nothing")
+    overlong: Overlong = setting("truncate", "texts over the limit: truncate (and count) or drop")
+    max_reject_share: float = setting(
+        0.1, "stop when more of a source's rows than this cannot be used", at_least=0, at_most=1
+    )
+    seed: int = setting(42, "seed of the draw and of the order", at_least=0)
+    num_workers: int = setting(0, "processes that encode; 0: one for each CPU core", at_least=0, at_most=4096)
+    preview: int = setting(
+        0, "show so many texts of each source with the learned tokens coloured; write nothing", at_least=0
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check(bool(self.source), "source", "none", "name one, such as math=gsm8k.jsonl or demo=builtin/records")
-        at_least(self, 0, "num_rows", "num_workers", "preview")
-        one_of(self, "overlong", ("truncate", "drop"))
-        check(0 < self.train_data_ratio < 1, "train_data_ratio", self.train_data_ratio, "must be between 0 and 1")
-        share = self.max_reject_share
-        check(0 <= share <= 1, "max_reject_share", share, "must be between 0 and 1")
         check(bool(self.preview or self.save_path), "save_path", "missing", "folder to write, or give --preview 3")
 
 
@@ -93,25 +104,22 @@ class RegenerateSettings(VerifierSettings):
     endpoint: str | None = setting(None, "an OpenAI-compatible server of the verifier, such as http://127.0.0.1:8000")
     model: str | None = setting(None, MODEL_HELP)
     probe: bool = setting(True, PROBE_HELP)
-    max_new_tokens: int = setting(128, "longest reply in tokens")
-    temperature: float = setting(0.0, "0 decodes greedily")
-    top_k: int = setting(0, "sample among the k likeliest tokens; 0 among all")
-    top_p: float = setting(1.0, "sample among the likeliest tokens that hold this much probability")
-    seed: int = setting(0, "seed of everything random")
-    batch_size: int = setting(32, "prompts decoded together, in process")
+    max_new_tokens: int = setting(128, "longest reply in tokens", at_least=1)
+    temperature: float = temperature_setting()
+    top_k: int = setting(0, TOP_K_HELP, at_least=0)
+    top_p: float = setting(1.0, TOP_P_HELP, above=0, at_most=1)
+    seed: int = setting(0, "seed of everything random", at_least=0)
+    batch_size: int = setting(32, "prompts decoded together, in process", at_least=1)
     drop_truncated: bool = setting(False, "leave out texts whose last reply reached --max-new-tokens")
-    concurrency: int = setting(16, "requests at a time, with --endpoint")
-    request_timeout: float = setting(180.0, "seconds for one request, with --endpoint")
-    max_retries: int = setting(20, "tries after the first for one request, with --endpoint")
-    max_reject_share: float = setting(0.1, "stop when the server refuses more of the conversations than this")
+    concurrency: int = setting(16, "requests at a time, with --endpoint", at_least=1, at_most=65536)
+    request_timeout: float = setting(180.0, "seconds for one request, with --endpoint", above=0, at_most=1e6)
+    max_retries: int = setting(20, "tries after the first for one request, with --endpoint", at_least=0)
+    max_reject_share: float = setting(
+        0.1, "stop when the server rejects more of the conversations than this", at_least=0, at_most=1
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_endpoint(self)
         check(self.probe or self.endpoint is not None, "no_probe", "given", "belongs to --endpoint")
-        at_least(self, 1, "max_new_tokens", "batch_size", "concurrency")
-        at_least(self, 0, "temperature", "top_k", "max_retries")
-        check(0 < self.top_p <= 1, "top_p", self.top_p, "must be above 0 and at most 1")
-        check(self.request_timeout > 0, "request_timeout", self.request_timeout, "must be above 0")
-        share = self.max_reject_share
-        check(0 <= share <= 1, "max_reject_share", share, "must be between 0 and 1")
+        require_temperature(self.temperature)

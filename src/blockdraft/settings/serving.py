@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from blockdraft.settings.base import at_least, check, one_of, required, setting, unparsed
+from blockdraft.choices import Dtype, Thinking, Workload
+from blockdraft.settings.base import check, required, setting, unparsed
 from blockdraft.settings.common import (
     MODEL_HELP,
-    THINKING,
     THINKING_HELP,
     CheckpointSettings,
     OriginSettings,
@@ -34,33 +34,29 @@ class ServeSettings(OriginSettings):
 
     checkpoint: Path = required("folder of the draft", argument=True)
     verifier_name_or_path: str | None = setting(None, "verifier; default: the one the checkpoint names")
-    k: int | None = setting(None, "tokens proposed a round; default: the trained number")
-    dtype: str = setting("auto", "float32, bfloat16 or auto (what the draft was trained in, where it is fast)")
+    k: int | None = setting(None, "tokens proposed a round; default: the trained number", at_least=1, at_most=1024)
+    dtype: Dtype = setting("auto", "float32, bfloat16 or auto (what the draft was trained in, where it is fast)")
     host: str = setting("127.0.0.1", "address to listen on; only this machine reaches the default")
-    port: int = setting(8000, "port to listen on")
-    threads: int = setting(0, "processor threads of the engine; 0 takes all cores")
-    thinking: str = setting("trained", THINKING_HELP)
+    port: int = setting(8000, "port to listen on", at_least=1, at_most=65535)
+    threads: int = setting(0, "CPU threads of the engine; 0 takes all cores", at_least=0, at_most=4096)
+    thinking: Thinking = setting("trained", THINKING_HELP)
     record: Path | None = setting(None, "append every proposed block to this file (JSON lines)")
     dry_run: bool = setting(False, "print the command and its environment, start nothing")
     engine_arguments: tuple[str, ...] = unparsed(ENGINE_HELP)
-
-    def __post_init__(self) -> None:
-        at_least(self, 0, "threads")
-        one_of(self, "thinking", THINKING)
-        check(0 < self.port < 65536, "port", self.port, "must be in 1..65535")
-        check(self.k is None or self.k >= 1, "k", self.k, "must be 1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParitySettings(CheckpointSettings):
     """Prove that what is served is what was trained: trainer, reference engine and vLLM on the same prompts."""
 
-    k: tuple[int, ...] = setting((), "numbers of proposed tokens; default: the trained one, or the server's")
+    k: tuple[int, ...] = setting(
+        (), "numbers of proposed tokens; default: the trained one, or the server's", at_least=1, at_most=1024
+    )
     data_path: Path | None = setting(None, "prompt file (JSON lines); default: the held-out prompts of --workload")
-    workload: str = setting("records", "records or chat, when --data-path is not given")
-    max_prompts: int = setting(8, "use the first so many prompts; 0 uses all")
-    max_new_tokens: int = setting(64, "longest reply in tokens")
-    max_num_seqs: int = setting(4, "requests that the engine decodes together")
+    workload: Workload = setting("records", "records or chat, when --data-path is not given")
+    max_prompts: int = setting(8, "use the first so many prompts; 0 uses all", at_least=0)
+    max_new_tokens: int = setting(64, "longest reply in tokens", at_least=1)
+    max_num_seqs: int = setting(4, "requests that the engine decodes together", at_least=1, at_most=65536)
     compile: bool = setting(False, "let the engine in this process compile, as a server does; takes minutes")
     endpoint: str | None = setting(None, "a running server (http://127.0.0.1:8000); default: an engine in this process")
     model: str | None = setting(None, MODEL_HELP)
@@ -69,8 +65,6 @@ class ParitySettings(CheckpointSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_endpoint(self)
-        at_least(self, 1, "max_new_tokens", "max_num_seqs")
-        at_least(self, 0, "max_prompts")
         check(
             self.record is None or self.endpoint is not None,
             "record",

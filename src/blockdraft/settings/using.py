@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from blockdraft.settings.base import at_least, check, one_of, required, setting
+from blockdraft.choices import Engine, SpeculatorType, Workload
+from blockdraft.settings.base import check, required, setting
 from blockdraft.settings.common import MODEL_HELP, CheckpointSettings, SamplingSettings, VerifierSettings
 
 CONFIDENCE_HELP = "end a proposal where its predicted survival falls under this; 0 never; needs a confidence head"
@@ -16,19 +17,15 @@ class EvaluateSettings(CheckpointSettings):
     """Exact acceptance of a draft on prompts, for every K asked for, without a decode loop."""
 
     data_path: Path | None = setting(None, "prompt file (JSON lines); default: the held-out prompts of --workload")
-    workload: str = setting("records", "records or chat, when --data-path is not given")
-    k: tuple[int, ...] = setting((), "numbers of proposed tokens; default: 1 up to the trained one")
-    max_new_tokens: int = setting(128, "longest reply in tokens")
-    max_prompts: int = setting(0, "use the first so many prompts; 0 uses all")
-    batch_size: int = setting(16, "prompts decoded together")
+    workload: Workload = setting("records", "records or chat, when --data-path is not given")
+    k: tuple[int, ...] = setting(
+        (), "numbers of proposed tokens; default: 1 up to the trained one", at_least=1, at_most=1024
+    )
+    max_new_tokens: int = setting(128, "longest reply in tokens", at_least=1)
+    max_prompts: int = setting(0, "use the first so many prompts; 0 uses all", at_least=0)
+    batch_size: int = setting(16, "prompts decoded together", at_least=1)
     decode: bool = setting(False, "also decode with and without the draft: speed, identity and the same counts")
-    confidence_threshold: float = setting(0.0, CONFIDENCE_HELP)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, 1, "max_new_tokens", "batch_size")
-        at_least(self, 0, "max_prompts")
-        _check_threshold(self.confidence_threshold)
+    confidence_threshold: float = setting(0.0, CONFIDENCE_HELP, at_least=0, below=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,21 +36,22 @@ class GenerateSettings(CheckpointSettings, SamplingSettings):
     prompt: tuple[str, ...] = setting((), "prompts", argument=True)
     verifier_name_or_path: str | None = setting(None, "verifier; default: the one the checkpoint names")
     data_path: Path | None = setting(None, "prompt file (JSON lines) instead of prompts on the command line")
-    k: int | None = setting(None, "tokens proposed a round; default: the trained number; 0 decodes without the draft")
-    batch_size: int = setting(1, "prompts decoded together")
-    confidence_threshold: float = setting(0.0, CONFIDENCE_HELP)
-    engine: str = setting("reference", "reference, or vllm: the server at --endpoint")
+    k: int | None = setting(
+        None,
+        "tokens proposed a round; default: the trained number; 0 decodes without the draft",
+        at_least=0,
+        at_most=1024,
+    )
+    batch_size: int = setting(1, "prompts decoded together", at_least=1)
+    confidence_threshold: float = setting(0.0, CONFIDENCE_HELP, at_least=0, below=1)
+    engine: Engine = setting("reference", "reference, or vllm: the server at --endpoint")
     endpoint: str = setting("http://127.0.0.1:8000", "where the server is, with --engine vllm")
     model: str | None = setting(None, MODEL_HELP)
     show_drafts: bool = setting(False, "colour the tokens that the draft proposed and the verifier accepted")
 
     def __post_init__(self) -> None:
-        CheckpointSettings.__post_init__(self)
-        SamplingSettings.__post_init__(self)
-        at_least(self, 1, "batch_size")
-        one_of(self, "engine", ("reference", "vllm"))
+        super().__post_init__()
         check(self.model is None or self.engine == "vllm", "model", self.model, "belongs to --engine vllm")
-        _check_threshold(self.confidence_threshold)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,22 +59,12 @@ class QuickstartSettings(VerifierSettings):
     """The whole loop on a real small model: data, training, evaluation, decoding with and without the draft."""
 
     save_path: Path = setting(Path("runs/quickstart"), "folder for everything that is made")
-    workload: str = setting("records", "records (short text to JSON record) or chat")
-    method: str = setting("dflash", "dflash, dflare or dspark")
-    minutes: float = setting(6.0, "minutes of training; the rest of the loop takes about as long again")
-    max_new_tokens: int = setting(128, "longest reply in tokens")
-    max_prompts: int = setting(0, "train on the first so many prompts; 0 uses all")
-    max_heldout: int = setting(0, "evaluate on the first so many held-out prompts; 0 uses all")
-    seed: int = setting(0, "seed of everything random")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        one_of(self, "workload", ("records", "chat"))
-        one_of(self, "method", ("dflash", "dflare", "dspark"))
-        check(self.minutes > 0, "minutes", self.minutes, "must be above 0")
-        at_least(self, 1, "max_new_tokens")
-        at_least(self, 0, "max_prompts", "max_heldout")
-
-
-def _check_threshold(value: float) -> None:
-    check(0 <= value < 1, "confidence_threshold", value, "must be 0 or more and under 1")
+    workload: Workload = setting("records", "records (short text to JSON record) or chat")
+    method: SpeculatorType = setting("dflash", "dflash, dflare or dspark")
+    minutes: float = setting(
+        6.0, "minutes of training; the rest of the loop takes about as long again", above=0, at_most=1e6
+    )
+    max_new_tokens: int = setting(128, "longest reply in tokens", at_least=1)
+    max_prompts: int = setting(0, "train on the first so many prompts; 0 uses all", at_least=0)
+    max_heldout: int = setting(0, "evaluate on the first so many held-out prompts; 0 uses all", at_least=0)
+    seed: int = setting(0, "seed of everything random", at_least=0)
