@@ -22,6 +22,7 @@ OnGenerate = Literal["cache", "delete"]
 RewrittenHistory = Literal["last", "split", "reject"]
 Overlong = Literal["truncate", "drop"]
 Engine = Literal["reference", "vllm"]
+DraftSampleMethod = Literal["greedy", "probabilistic"]
 Workload = Literal["records", "chat"]
 
 

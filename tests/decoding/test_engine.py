@@ -140,11 +140,16 @@ def test_prompt_limits(tiny_verifier: CausalVerifier) -> None:
     assert len(full.tokens) == 6 and full.finish == "length"
 
 
-def test_sampled_text_follows_the_verifier_by_chi_square(tiny_verifier: CausalVerifier) -> None:
+@pytest.mark.parametrize(("method", "least"), [("greedy", 0.002), ("probabilistic", 0.05)])
+def test_sampled_text_follows_the_verifier_by_chi_square(
+    tiny_verifier: CausalVerifier, method: str, least: float
+) -> None:
     """The second token of 4,000 replies with a draft, against the verifier's own mixture over all first tokens."""
     draft = tiny_draft(tiny_verifier, tiny_config())
     prompt = PROMPTS[0]
-    settings = SamplingSettings(max_new_tokens=3, ignore_eos=True, temperature=4.0, seed=5)
+    settings = SamplingSettings(
+        max_new_tokens=3, ignore_eos=True, temperature=4.0, seed=5, draft_sample_method=method
+    )  # fmt: skip
     replies = DecodingEngine(tiny_verifier, draft, 2, settings).generate([prompt] * 4000, 2000)
     sampler = DecodingEngine(tiny_verifier, None, 0, settings)
     every = torch.arange(128)
@@ -160,7 +165,7 @@ def test_sampled_text_follows_the_verifier_by_chi_square(tiny_verifier: CausalVe
     assert count > 50
     assert statistic < count + 4 * (2 * count) ** 0.5
     rounds = [r for reply in replies for r in reply.rounds]
-    assert 0.05 < sum(r.accepted > 0 for r in rounds) / len(rounds) < 0.95
+    assert least < sum(r.accepted > 0 for r in rounds) / len(rounds) < 0.95
 
 
 def test_sampling_follows_its_seed(tiny_verifier: CausalVerifier) -> None:

@@ -68,6 +68,20 @@ def test_sampled_tokens_follow_the_verifier_by_chi_square(temperature: float) ->
     assert _chi_square(third, verifier[0, 2]) < 18.5
 
 
+def test_tokens_chosen_without_chance_follow_the_verifier_too() -> None:
+    """A proposal that was not drawn is accepted with the verifier's probability, and never comes back when rejected."""
+    rows, vocab = 20_000, 5
+    generator = torch.Generator().manual_seed(4)
+    verifier = torch.softmax(torch.randn(3, vocab, generator=generator), -1).expand(rows, 3, vocab)
+    drafted = torch.tensor([[1, 3]]).expand(rows, 2)
+    outcome = accept_sampled(drafted, None, verifier, generator)
+    first = torch.where(outcome.accepted > 0, drafted[:, 0], outcome.bonus)
+    assert _chi_square(first, verifier[0, 0]) < 18.5
+    assert not bool((outcome.bonus[outcome.accepted == 0] == 1).any())
+    second = torch.where(outcome.accepted > 1, drafted[:, 1], outcome.bonus)[outcome.accepted >= 1]
+    assert _chi_square(second, verifier[0, 1]) < 18.5
+
+
 def test_rows_may_propose_less_and_stay_lossless() -> None:
     """Half of the rows propose one token of two: the bonus behind it is the verifier's own, not a residual."""
     rows, vocab = 40_000, 5

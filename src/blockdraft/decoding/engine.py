@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from blockdraft.decoding.proposals import Proposal, propose
+from blockdraft.decoding.proposals import Proposal, most_likely, propose
 from blockdraft.models.block_draft import BlockDraft
 from blockdraft.ops.acceptance import Round, accept_sampled, accepted_prefix
 from blockdraft.ops.prefix import shared_prefix
@@ -252,9 +252,11 @@ class DecodingEngine:
         ):
             reply.take(block, agreed, bonus, self.stops)
 
-    def _draft_probs(self, proposal: Proposal) -> Tensor:
-        """What the proposed tokens were drawn from, over the verifier's vocabulary, [R, W, V]."""
+    def _draft_probs(self, proposal: Proposal) -> Tensor | None:
+        """What the proposed tokens were drawn from, over the verifier's vocabulary, [R, W, V]; None if not drawn."""
         assert self.draft is not None
+        if self.sampling.draft_sample_method == "greedy":
+            return None
         probs = self._probs(proposal.logits)
         return probs if self.draft.vocabulary is None else self.draft.vocabulary.expand(probs)
 
@@ -263,4 +265,5 @@ class DecodingEngine:
         if self.draft is None or batch.draft_cache is None:
             return None
         hidden = self.draft.block_hidden(batch.draft_cache, anchors_R, self.draft.slots_for(self.k))
-        return propose(self.draft, self.draft.predicted(hidden), anchors_R, self._next, self.confidence_threshold)
+        choose = most_likely if self.sampling.draft_sample_method == "greedy" else self._next
+        return propose(self.draft, self.draft.predicted(hidden), anchors_R, choose, self.confidence_threshold)

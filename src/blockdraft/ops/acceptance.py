@@ -30,7 +30,7 @@ class Sampled:
 
 def accept_sampled(
     drafted_RW: Tensor,
-    draft_probs_RWV: Tensor,
+    draft_probs_RWV: Tensor | None,
     verifier_probs_RXV: Tensor,
     generator: torch.Generator | None,
     lengths_R: Tensor | None = None,
@@ -38,12 +38,16 @@ def accept_sampled(
     """Accept or reject drafted tokens so that what is emitted follows the verifier's distribution.
 
     Args:
-        drafted_RW: K drafted ids a row, each drawn from its row of `draft_probs_RWV`.
+        drafted_RW: K drafted ids a row.
+        draft_probs_RWV: what each was drawn from; None where they were chosen without chance, as the likeliest are: a
+            distribution with all its mass on one token, so that a token is accepted with the verifier's probability.
         verifier_probs_RXV: the verifier's distributions at the K + 1 positions.
         lengths_R: how many of its drafted ids each row proposes; None proposes all. The length may depend on the
             ids before it, not on those behind: what is not proposed is as if it had never been drawn.
     """
     rows, num_drafted = drafted_RW.shape
+    if draft_probs_RWV is None:
+        draft_probs_RWV = torch.zeros_like(verifier_probs_RXV[:, :num_drafted]).scatter(2, drafted_RW[..., None], 1.0)
     draft_p = draft_probs_RWV.gather(2, drafted_RW[..., None])[..., 0]
     verifier_p = verifier_probs_RXV[:, :num_drafted].gather(2, drafted_RW[..., None])[..., 0]
     draws = torch.rand(rows, num_drafted, generator=generator, device=drafted_RW.device, dtype=draft_p.dtype)

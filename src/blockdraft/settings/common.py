@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from blockdraft.choices import Dtype, Thinking
+from blockdraft.choices import DraftSampleMethod, Dtype, Thinking
 from blockdraft.settings.base import Settings, check, required, setting
 
 VERIFIER_HELP = (
@@ -66,6 +66,10 @@ class CheckpointSettings(ComputeSettings):
 
 TOP_K_HELP = "sample among the k likeliest tokens; 0 among all"
 TOP_P_HELP = "sample among the likeliest tokens that hold this much probability"
+DRAFT_SAMPLE_HELP = (
+    "how proposals are chosen at a temperature above 0: greedy (each slot's likeliest token) or probabilistic (drawn); "
+    "the text follows the verifier's distribution either way"
+)
 LOWEST_TEMPERATURE = 0.01  # under it logits overflow; vLLM raises what is lower to this
 
 
@@ -91,6 +95,7 @@ class SamplingSettings(Settings):
     temperature: float = temperature_setting()
     top_k: int = setting(0, TOP_K_HELP, at_least=0)
     top_p: float = setting(1.0, TOP_P_HELP, above=0, at_most=1)
+    draft_sample_method: DraftSampleMethod = setting("greedy", DRAFT_SAMPLE_HELP)
     stop: tuple[str, ...] = setting((), "text that ends a reply; may be given several times")
     ignore_eos: bool = setting(False, "go on past the end-of-turn token, up to --max-new-tokens")
     seed: int = setting(0, "seed of everything random", at_least=0)
