@@ -113,7 +113,11 @@ BAD = {
     "empty prompt file": (("evaluate", "{draft}", "--data-path", "{root}/empty.jsonl"), "no prompts in it"),
     "prompt too long": (("evaluate", "{draft}", "--data-path", "{root}/long.jsonl"), "context holds 256"),
     "empty prompt": (("generate", "{draft}", " "), "prompt 1: empty"),
-    "no prompt": (("generate", "{draft}"), "give prompts or --data-path"),
+    "no prompt": (("generate", "{draft}"), "prompts: none given: pass one of PROMPTS, --data-path, --workload"),
+    "prompts from two places": (
+        ("generate", "{draft}", "w1", "--workload", "records"),
+        "prompts: PROMPTS, --workload: all given: pass one of",
+    ),
     "bad dtype": (("evaluate", "{draft}", "--dtype", "float16"), "--dtype: float16: choose one of"),
     "no source": (("prepare", "--save-path", "{out}"), "--source: none: name one"),
     "bad source": (

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -49,6 +50,12 @@ def test_finished_stages_are_not_repeated_and_changes_are_not_answered_stale(
     show_quickstart(result)
     assert "token-identical" in capsys.readouterr().out
     assert len(next_commands(result)) == 3
+    # The example is of what the draft was trained on, and what is asked is shown.
+    command = shlex.split(next_commands(result)[0])
+    code, out, err = call(capsys, *command[command.index("generate") :], "--max-new-tokens", "12")
+    assert code == 0, err
+    asked = workload_prompts(tiny_settings.workload)[1][0][-1]["content"]
+    assert "".join(asked.split()) in "".join(out.split())
 
     def forbidden(*_: object, **__: object) -> None:
         raise AssertionError("a finished stage was repeated")

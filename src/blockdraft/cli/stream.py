@@ -1,4 +1,4 @@
-"""`blockdraft generate` on a terminal: text as it comes, with the draft's share of it coloured."""
+"""`blockdraft generate` on a terminal: text as it comes, with the draft's share of it colored."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from blockdraft.decoding.engine import Reply
+from blockdraft.pipeline.generate import conversations_of
 from blockdraft.pipeline.generate import generate as decode
 from blockdraft.settings import GenerateSettings
 
@@ -17,7 +18,9 @@ DRAFTED = "bold green"
 def generate(settings: GenerateSettings, as_json: bool) -> dict[str, Any]:
     """Decode; a single prompt is streamed, several are printed when all are done."""
     console = Console(highlight=False)
-    streaming = not as_json and len(settings.prompt) == 1
+    streaming = not as_json and (len(settings.prompt) == 1 or settings.max_prompts == 1)
+    if streaming and not settings.prompt:  # show what is being answered
+        console.print(Text(str(conversations_of(settings)[0][-1]["content"]), "dim"))
     shown = 0
 
     def show(tokenizer: Any, reply: Reply) -> None:

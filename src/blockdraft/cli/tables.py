@@ -215,11 +215,11 @@ def show_quickstart(result: dict[str, Any]) -> None:
 
 
 def next_commands(result: dict[str, Any]) -> list[str]:
-    """Three commands that go on from a quickstart."""
+    """Three commands that go on from a quickstart; its draft is tried on prompts of the workload it was trained on."""
     checkpoint, program = result["checkpoint"], program_name()
     other = "dspark" if result["method"] == "dflash" else "dflash"
     return [
-        f'{program} generate {checkpoint} "Write one sentence about rivers." --show-drafts',
+        f"{program} generate {checkpoint} --workload {result['workload']} --max-prompts 1 --show-drafts",
         f"{program} evaluate {checkpoint} --workload {result['workload']} --k 1 3 5 7",
         f"{program} quickstart --method {other} --workload {result['workload']}",
     ]

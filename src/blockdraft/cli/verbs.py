@@ -108,7 +108,7 @@ VERBS: dict[str, Verb] = {
         _CLI + "stream:generate",
         _TABLES + "show_generation",
         (
-            'blockdraft generate runs/draft/checkpoint_best "List five fruits." --show-drafts',
+            "blockdraft generate runs/draft/checkpoint_best --workload records --max-prompts 1 --show-drafts",
             "blockdraft generate runs/draft/checkpoint_best --data-path prompts.jsonl --batch-size 8 --json",
             'blockdraft generate runs/draft/checkpoint_best "List five fruits." --engine vllm',
         ),

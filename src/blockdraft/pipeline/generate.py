@@ -9,6 +9,7 @@ from typing import Any
 from blockdraft.checkpoints.store import read_contract
 from blockdraft.data.conversations import Messages
 from blockdraft.data.prompts import encode_prompt, read_prompts
+from blockdraft.data.workloads import workload_prompts
 from blockdraft.decoding.engine import DecodingEngine, Reply
 from blockdraft.errors import InputError
 from blockdraft.ops.acceptance import AcceptanceCounts
@@ -24,19 +25,31 @@ Show = Callable[[Any, Reply], None]
 
 def generate(settings: GenerateSettings, show: Show | None = None) -> dict[str, Any]:
     """Decode; `show` is called with a reply after each of its rounds."""
-    conversations = _conversations(settings)
+    conversations = conversations_of(settings)
     return (_on_server if settings.engine == "vllm" else _in_process)(settings, conversations, show)
 
 
-def _conversations(settings: GenerateSettings) -> list[Messages]:
-    if bool(settings.prompt) == bool(settings.data_path):
-        raise InputError("prompts", "none" if not settings.prompt else "two sources", "give prompts or --data-path")
-    if settings.data_path:
-        return read_prompts(settings.data_path, "--data-path")
+def conversations_of(settings: GenerateSettings) -> list[Messages]:
+    """The prompts to decode: those on the command line, of a file, or the held-out ones of a workload.
+
+    Raises:
+        InputError: none or several of these were given, or a prompt is empty.
+    """
+    given = {"PROMPTS": settings.prompt, "--data-path": settings.data_path, "--workload": settings.workload}
+    named = [name for name, value in given.items() if value]
+    if len(named) != 1:
+        several = f"{', '.join(named)}: all given" if named else "none given"
+        raise InputError("prompts", several, f"pass one of {', '.join(given)}")
     for number, prompt in enumerate(settings.prompt, start=1):
         if not prompt.strip():
             raise InputError(f"prompt {number}", "empty", "a prompt needs some text")
-    return [[{"role": "user", "content": prompt}] for prompt in settings.prompt]
+    if settings.prompt:
+        conversations: list[Messages] = [[{"role": "user", "content": prompt}] for prompt in settings.prompt]
+    elif settings.data_path:
+        conversations = read_prompts(settings.data_path, "--data-path")
+    else:
+        conversations = workload_prompts(settings.workload or "")[1]
+    return conversations[: settings.max_prompts or None]
 
 
 def _in_process(settings: GenerateSettings, conversations: list[Messages], show: Show | None) -> dict[str, Any]:

@@ -47,7 +47,9 @@ class GenerateSettings(CheckpointSettings, SamplingSettings):
     engine: Engine = setting("reference", "reference, or vllm: the server at --endpoint")
     endpoint: str = setting("http://127.0.0.1:8000", "where the server is, with --engine vllm")
     model: str | None = setting(None, MODEL_HELP)
-    show_drafts: bool = setting(False, "colour the tokens that the draft proposed and the verifier accepted")
+    show_drafts: bool = setting(False, "color the tokens that the draft proposed and the verifier accepted")
+    workload: Workload | None = setting(None, "records or chat: its held-out prompts, instead of prompts of your own")
+    max_prompts: int = setting(0, "use the first so many prompts; 0 uses all", at_least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
