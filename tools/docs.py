@@ -2,8 +2,8 @@
 
 python tools/docs.py    # as `make docs` does
 
-Strict mode fails on links to pages and anchors that do not exist. It does not look at pictures, at links to other files,
-or at what a page would load from the network; `problems` does.
+Strict mode fails on links to pages and anchors that do not exist. It does not look at pictures, at links to other
+files, or at what a page would load from the network; `problems` does.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from blockdraft.cli.verbs import VERBS, Verb
-from blockdraft.settings.base import flag_name, type_hints, value_type
+from blockdraft.settings.base import Range, flag_name, type_hints, value_type
 
 INDEX = """# Commands
 
@@ -64,7 +64,7 @@ def page(name: str, verb: Verb) -> str:
     for title, fields in _sections(verb.settings).items():
         parts.append(f"## {title}\n")
         parts.extend(_entry(field, type_hints(verb.settings)[field.name]) for field in fields)
-    parts.append("`--config` and `--json` are common to [all commands](index.md#common-to-all-commands).\n")
+    parts.append("Recipes (`--config`) and `--json` are [common to all commands](index.md#common-to-all-commands).\n")
     return "\n".join(parts)
 
 
@@ -95,16 +95,15 @@ def _arguments_and_required_first(field: dataclasses.Field[Any]) -> tuple[bool, 
 def _entry(field: dataclasses.Field[Any], hint: Any) -> str:
     """A setting as an entry of a definition list: name, what it takes and its default; then its help."""
     if field.metadata.get("unparsed"):
-        return f"`[FLAGS OF THE ENGINE]`\n\n:   {_sentence(field.metadata['help'])}\n"
+        return f"`[FLAGS OF THE ENGINE]`\n\n:   {_escaped(field.metadata['help'])}\n"
     name = field.name.upper() if field.metadata["argument"] else flag_name(field.name)
     about = ", ".join([_takes(field, hint), *_default(field)])
-    return f"`{name}` <small>{about}</small>\n\n:   {_sentence(field.metadata['help'])}\n"
+    return f"`{name}` <small>{about}</small>\n\n:   {_escaped(field.metadata['help'])}\n"
 
 
-def _sentence(text: str) -> str:
+def _escaped(text: str) -> str:
     """Help text as Markdown; what looks like HTML or emphasis stands as it is."""
-    escaped = text.replace("<", "&lt;").replace("*", r"\*").replace("[", r"\[")
-    return escaped[0].upper() + escaped[1:] if escaped[:2].islower() and " " in escaped.split(",")[0] else escaped
+    return text.replace("<", "&lt;").replace("*", r"\*").replace("[", r"\[")
 
 
 def _takes(field: dataclasses.Field[Any], hint: Any) -> str:
@@ -114,8 +113,14 @@ def _takes(field: dataclasses.Field[Any], hint: Any) -> str:
     else:
         kind = {bool: "switch", int: "whole number", float: "number", Path: "path"}.get(wanted, "text")
     if limits := field.metadata["range"]:
-        kind += " " + str(limits).removeprefix("must be ")
+        kind += " " + _range(limits)
     return f"several: {kind}" if several else kind
+
+
+def _range(limits: Range) -> str:
+    if limits.at_least is not None and limits.at_most is not None:
+        return f"{limits.at_least:.12g} to {limits.at_most:.12g}"
+    return str(limits).removeprefix("must be ")
 
 
 def _default(field: dataclasses.Field[Any]) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Tiny random models of transformers' families, and what is known of each: right, or rejected and why.
 
-python tests/verifiers/families.py    # writes docs/verifiers.md from this table
+PYTHONPATH=tests python -m verifiers.page    # writes docs/verifiers.md from this table
 """
 
 from __future__ import annotations

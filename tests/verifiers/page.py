@@ -38,7 +38,7 @@ REASONS = {
 HEAD = """# Verifiers
 
 Which models a draft can be trained for, and which of them vLLM 0.32 serves with one. This page is made from the table
-that the tests hold (`tests/verifiers/families.py`), so that it cannot say more than they show.
+of the tests (`tests/verifiers/families.py`), so it cannot say more than they show.
 
 **In process** means: `blockdraft` loads the model with transformers, trains with its hidden states, evaluates and
 decodes. For each family marked *yes*, a tiny random model of it is compared with transformers' own eager forward:
@@ -54,8 +54,8 @@ are rejected, too.
 draft whose every proposal was the trainer's; the others are read from vLLM's classes. `blockdraft check` says it for
 a checkpoint, and `serve` before an engine starts.
 
-T5Gemma 2 (`t5gemma2`) is the one family with an encoder: {t5gemma2}. Other multimodal models are not loaded, but for
-those in the table, whose text model is driven as it is.
+T5Gemma 2 (`t5gemma2`) is the one family with an encoder: {t5gemma2}. Other multimodal models are not loaded,
+except for those in the table, of which the text model is used.
 
 | model type | class | in process | served with a draft |
 |---|---|---|---|
@@ -89,7 +89,7 @@ def reason(family: Family) -> str:
 
 def page() -> str:
     """The whole page."""
-    tail = f"\nNot tried, and rejected or proved like all when they are loaded: {', '.join(sorted(NOT_TRIED))}.\n"
+    tail = f"\nNot tested here, and checked like all others when they are loaded: {', '.join(sorted(NOT_TRIED))}.\n"
     return HEAD.format(t5gemma2=support_of(T5GEMMA2).text) + "".join(row + "\n" for row in rows()) + tail
 
 
