@@ -36,7 +36,7 @@ def test_a_page_says_what_a_setting_takes() -> None:
     assert "`--num-layers` <small>whole number 1 to 512, default 2</small>" in page
     assert "`--speculator-type` <small>dflash | dflare | dspark, default dflash</small>" in page
     assert "`--data-path` <small>path, **required**</small>" in page
-    assert "`--standardise-taps` <small>switch, default on</small>" in page or "standardize-taps` <small>switch" in page
+    assert "`--sliding-window-non-causal` <small>switch, default off</small>" in page
 
 
 def test_pages_of_commands_that_are_gone_are_removed(tmp_path: Path) -> None:
