@@ -222,3 +222,38 @@ def test_truncation_is_exact() -> None:
     assert truncated(text, 9, 9)[0].targets == ((4, 8),)
     with pytest.raises(RowError, match="no reply within the limit"):
         truncated(text, 9, 4)
+
+
+QWEN3 = (  # an empty block of thoughts stands before the last reply, where it has none of its own
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' and loop.last %}"
+    "<think>\n{{ m.get('reasoning_content', '') }}\n</think>\n\n{% endif %}"
+    "{{ m['content'] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)  # fmt: skip
+
+
+def test_an_empty_thought_is_not_learned_and_a_real_one_is() -> None:
+    template = template_of(QWEN3)
+    thought = conversation("hi", "hello")
+    thought.messages[1]["reasoning_content"] = "a greeting"
+    plain, thinking = encoded(template, conversation("hi", "hello"), thought)
+    assert texts(template, plain.texts[0]) == ["hello<|im_end|>"]
+    assert texts(template, thinking.texts[0]) == ["<think>\na greeting\n</think>\n\nhello<|im_end|>"]
+
+
+def test_reasoning_that_the_template_leaves_out_is_counted() -> None:
+    thought = conversation("hi", "hello")
+    thought.messages[1]["reasoning_content"] = "a greeting"
+    (dropped,) = encoded(template_of(CHATML), thought)
+    (kept,) = encoded(template_of(QWEN3), thought)
+    assert (dropped.no_reasoning, kept.no_reasoning) == (1, 0)
+
+
+def test_a_reply_ends_with_the_token_of_its_turn() -> None:
+    """As in Gemma, whose tokenizer names another token than the one that its template writes behind a reply."""
+    tokenizer = byte_tokenizer(CHATML)
+    turn_end = tokenizer.eos_token_id
+    tokenizer.eos_token = "<pad>"
+    assert ChatTemplate(tokenizer, frozenset({turn_end, tokenizer.eos_token_id})).end_id == turn_end
+    tokenizer.chat_template = None
+    assert ChatTemplate(tokenizer, frozenset({turn_end})).end_id == tokenizer.eos_token_id

@@ -283,7 +283,7 @@ REASONS = {
 
 def test_bad_rows_are_named_one_by_one_and_too_many_stop_the_run(verifier: str, tmp_path: Path) -> None:
     path = write_lines(tmp_path / "bad.jsonl", ROWS_BAD)
-    with pytest.raises(InputError, match=r"9 of the 13 rows of bad cannot be used.*every bad row is named in"):
+    with pytest.raises(InputError, match=r"bad: 9 of its 13 rows cannot be used.*every bad row is named in"):
         prepare(settings_of(verifier, {}, tmp_path / "d", source=(f"bad={path}",)))
     assert not (tmp_path / "d").exists()
     beside = tmp_path / f"d.{REJECTS}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,8 +33,45 @@ class RowError(Exception):
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:
+        # Details quote rows, which may hold what cannot be written to a file.
+        detail = detail.encode("utf-8", "backslashreplace").decode()
         self.reason, self.detail = reason, detail
         super().__init__(f"{reason} ({detail})" if detail else reason)
+
+
+def plain(value: Any, depth: int = 0) -> Any:
+    """A row's value as JSON has it, without the nulls that mixtures of unlike rows are padded with.
+
+    Raises:
+        RowError: something that JSON cannot hold, a text that is not valid Unicode, or nesting without end.
+    """
+    if depth > _DEEPEST:
+        raise RowError("nested too deep")
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise RowError("not valid Unicode text", f"character {error.start}") from None
+        return value
+    if isinstance(value, Mapping):
+        return {_key(key): plain(each, depth + 1) for key, each in value.items() if each is not None}
+    if isinstance(value, list | tuple):
+        return [plain(each, depth + 1) for each in value]
+    if value is None or isinstance(value, bool) or (isinstance(value, int) and abs(value) < 2**63):
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    raise RowError("a value that JSON cannot hold", type(value).__name__)
+
+
+def _key(key: Any) -> str:
+    if not isinstance(key, str):
+        raise RowError("a value that JSON cannot hold", f"key of type {type(key).__name__}")
+    plain(key)
+    return key
+
+
+_DEEPEST = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +117,7 @@ def checked(raw: Any, rewrite: bool = False) -> Messages:
         raise RowError("messages are not a list", type(raw).__name__)
     if not raw:
         raise RowError("no messages")
-    messages = [_turn(turn, rewrite) for turn in raw]
+    messages = [_turn(plain(turn), rewrite) for turn in raw]
     spoken = [turn["role"] for turn in messages if turn["role"] != "system"]
     if "user" not in spoken:
         raise RowError("no user turn")
@@ -115,7 +153,10 @@ def _text(content: Any, role: str, may_be_empty: bool) -> str:
         parts = [part.get("type") if isinstance(part, dict) else type(part).__name__ for part in content]
         if any(part != "text" for part in parts):
             raise RowError("content is not text", f"{role}: parts {sorted({str(part) for part in parts})}")
-        content = "".join(str(part.get("text", "")) for part in content)
+        texts = [part.get("text") for part in content]
+        if not all(isinstance(text, str) for text in texts):
+            raise RowError("content is not text", f"{role}: a text part without text")
+        content = "".join(texts)
     if content is None:
         if may_be_empty:
             return ""

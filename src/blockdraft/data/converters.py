@@ -6,12 +6,14 @@ between them) is a converter too.
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from blockdraft.data.conversations import Conversation, Messages, RowError, checked, first_of, pair
+from blockdraft.data.conversations import Conversation, Messages, RowError, checked, first_of, pair, plain
 from blockdraft.records import Span
 
 Row = Mapping[str, Any]
@@ -53,16 +55,13 @@ def convert(row: Any, converter: str | None = None, rewrite: bool = False) -> Co
     """
     if not isinstance(row, Mapping):
         raise RowError("not an object", type(row).__name__)
+    row = {column: value for column, value in row.items() if value is not None}
     name = converter or shape_of(row)
     own = row.get("id")
-    identity = str(own) if isinstance(own, str | int) and not isinstance(own, bool) else None
+    identity = str(plain(own)) if isinstance(own, str | int) and not isinstance(own, bool) else None
     if name == "tokens":
         return _tokens(row, identity)
-    raw = _raw(row, name)
-    tools = row.get("tools")
-    if tools is not None and not isinstance(tools, list):
-        raise RowError("tools are not a list", type(tools).__name__)
-    return Conversation(checked(raw, rewrite), tools or None, identity)
+    return Conversation(checked(_raw(row, name), rewrite), _tools(row) or None, identity)
 
 
 def names() -> tuple[str, ...]:
@@ -92,7 +91,29 @@ def _raw(row: Row, name: str) -> Any:
             if column not in row:
                 raise RowError("missing column", column)
         return pair(row[asked], row[reply], _system(row))
-    return _SHAPES[name].convert(row)
+    try:
+        return _SHAPES[name].convert(row)
+    except KeyError as error:  # a converter that was named, for a row without its columns
+        raise RowError("missing column", str(error.args[0])[:60]) from None
+
+
+def _tools(row: Row) -> list[Any]:
+    """The tools a row offers: a list, or a list written as JSON text, as tables have it."""
+    tools = row.get("tools", [])
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else []
+        except (ValueError, RecursionError):
+            raise RowError("tools are not a list", "a text that is no JSON") from None
+    if not isinstance(tools, list):
+        raise RowError("tools are not a list", type(tools).__name__)
+    return list(plain(tools))
+
+
+def _list(row: Row, column: str) -> list[Any]:
+    if not isinstance(row[column], list):
+        raise RowError(f"{column} is not a list", type(row[column]).__name__)
+    return list(row[column])
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +132,13 @@ def _messages(row: Row) -> Any:
 
 def _prompt_completion(row: Row) -> Any:
     replies = row["completion"] if isinstance(row.get("completion"), list) else []
-    return [*row["prompt"], *replies]
+    return [*_list(row, "prompt"), *replies]
 
 
 def _turns(row: Row) -> Messages:
     """Questions whose replies are to be written (MT-Bench, Spec-Bench)."""
     raw: Messages = []
-    for turn in row["turns"]:
+    for turn in _list(row, "turns"):
         raw += [{"role": "user", "content": turn}, {"role": "assistant", "content": None}]
     return raw[:-1] if raw else raw
 
@@ -133,11 +154,14 @@ def _instances(row: Row) -> Messages:
     first = row["instances"][0] if isinstance(row["instances"], list) and row["instances"] else None
     if not isinstance(first, Mapping):
         raise RowError("no instance")
-    return _instruction({"instruction": row["instruction"], **first})
+    return _instruction({"instruction": row["instruction"], **{k: v for k, v in first.items() if v is not None}})
 
 
 def _marked_text(row: Row) -> Messages:
-    text = row["input"] + " " + (row.get("output") or "") if "input" in row else row["text"]
+    asked, reply = (row["input"], row.get("output", "")) if "input" in row else (row["text"], "")
+    if not isinstance(asked, str) or not isinstance(reply, str):
+        raise RowError("content is not text", f"{type(asked).__name__} and {type(reply).__name__}")
+    text = f"{asked} {reply}" if "input" in row else asked
     parts = _TURN_MARK.split(text)[1:]
     turns = [
         {"role": role.lower(), "content": part.strip()} for role, part in zip(parts[::2], parts[1::2], strict=True)
@@ -175,14 +199,16 @@ _SHAPES: dict[str, _Shape] = {
 
 
 def _tokens(row: Row, identity: str | None) -> Tokens:
-    """Ids with the learned ones marked by `targets` (spans), `loss_mask` or `labels` (-100: not learned)."""
-    ids = _ids(row["input_ids"], "input_ids")
-    source = first_of(row, ("source_ids", "encoder_input_ids"))
-    source_ids = _ids(source, "source_ids") if isinstance(source, list) else None
+    """Ids with the supervised ones marked by `targets` (spans), `loss_mask` or `labels` (-100: not supervised)."""
+    ids = _ids(row.get("input_ids"), "input_ids")
+    own = [column for column in ("source_ids", "encoder_input_ids") if column in row]
+    source_ids = _ids(row[own[0]], own[0]) if own else None
     if "targets" in row:
-        targets = tuple((int(start), int(end)) for start, end in row["targets"])
+        targets = _spans(row["targets"], len(ids))
     elif "loss_mask" in row or "labels" in row:
-        marks = row["loss_mask"] if "loss_mask" in row else [label != -100 for label in row["labels"]]
+        marks = row.get("loss_mask", row.get("labels"))
+        if isinstance(marks, list) and "loss_mask" not in row:
+            marks = [label != -100 for label in marks]
         if not isinstance(marks, list) or len(marks) != len(ids):
             raise RowError("loss mask of another length", f"{len(ids)} ids")
         targets = _runs([bool(mark) and index > 0 for index, mark in enumerate(marks)])
@@ -197,6 +223,19 @@ def _ids(value: Any, name: str) -> list[int]:
     if not isinstance(value, list) or not value or not all(type(token) is int and token >= 0 for token in value):
         raise RowError("not token ids", name)
     return value
+
+
+def _spans(value: Any, length: int) -> tuple[Span, ...]:
+    """Spans [start, end) in ascending order; the first token of a text has nothing before it to be predicted from."""
+    if not isinstance(value, list) or not all(isinstance(span, list) and len(span) == 2 for span in value):
+        raise RowError("targets are not spans", str(value)[:60])
+    bounds = [bound for span in value for bound in span]
+    if not all(type(bound) is int for bound in bounds):
+        raise RowError("targets are not spans", str(value)[:60])
+    rising = all(a < b if i % 2 == 0 else a <= b for i, (a, b) in enumerate(itertools.pairwise(bounds)))
+    if bounds and (not rising or bounds[0] < 1 or bounds[-1] > length):
+        raise RowError("targets outside of the text", f"{str(value)[:60]} of {length} tokens")
+    return tuple((start, end) for start, end in value)
 
 
 def _runs(marks: list[bool]) -> tuple[Span, ...]:

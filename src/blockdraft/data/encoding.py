@@ -13,6 +13,7 @@ from blockdraft.data.templates import ChatTemplate, Encoded, Result, truncated
 FEATURES = {
     "row": "int64", "reason": "string", "detail": "string", "source_ids": ["int32"], "input_ids": ["int32"],
     "targets": ["int32"], "finish": "string", "cut_source": "int32", "cut": "int32", "hidden": "int32",
+    "no_reasoning": "int32",
 }  # fmt: skip
 
 
@@ -70,8 +71,6 @@ class Encoder:
         if largest >= len(self.template.tokenizer):
             raise RowError("token outside of the vocabulary", str(largest))
         spans = tuple((start, end) for start, end in facts["targets"])
-        if spans[0][0] < 1 or any(a >= b for a, b in spans) or spans[-1][1] > len(facts["input_ids"]):
-            raise RowError("targets outside of the text", str(list(spans))[:60])
         ends = facts["input_ids"][spans[-1][1] - 1] in self.template.stop_ids
         finish = "stop" if ends else "length"
         return Result([Encoded(facts["input_ids"], spans, facts["source_ids"], finish)])
@@ -97,6 +96,7 @@ class Encoder:
                         "row": row, "reason": None, "detail": None, "source_ids": kept.source_ids,
                         "input_ids": kept.input_ids, "targets": flat(kept.targets), "finish": kept.finish,
                         "cut_source": cut_source, "cut": cut, "hidden": 0 if number else result.hidden,
+                        "no_reasoning": 0 if number else result.no_reasoning,
                     }
                 )  # fmt: skip
         except RowError as error:
@@ -108,4 +108,5 @@ def _refused(row: int, error: RowError) -> dict[str, Any]:
     return {
         "row": row, "reason": error.reason, "detail": error.detail, "source_ids": None, "input_ids": [],
         "targets": [], "finish": "", "cut_source": 0, "cut": 0, "hidden": 0,
+        "no_reasoning": 0,
     }  # fmt: skip

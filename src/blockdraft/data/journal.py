@@ -43,7 +43,7 @@ class Journal:
         whole = text[: text.rfind("\n") + 1]
         if whole != text:  # a line that the kill cut short
             write_text(self._path, whole)
-        for line in whole.splitlines():
+        for line in whole.split("\n")[:-1]:
             reply = Written(**json.loads(line))
             self._replies[reply.id, reply.turn] = reply
 

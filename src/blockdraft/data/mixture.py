@@ -77,6 +77,8 @@ def wanted_counts(sources: Sequence[Source], available: Sequence[int], num_rows:
         InputError: a source has fewer usable rows than are asked of it.
     """
     counts = [source.count or 0 for source in sources]
+    if num_rows and sum(counts) != num_rows and all(source.count is not None for source in sources):
+        raise InputError("--num-rows", num_rows, f"the sources' own counts make {sum(counts)}; leave one out")
     open_ones = [i for i, source in enumerate(sources) if source.count is None]
     weighted = [i for i in open_ones if sources[i].weight is not None]
     if open_ones and (weighted or num_rows):

@@ -13,6 +13,7 @@ import io
 import itertools
 import json
 import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,6 +23,7 @@ from blockdraft.data.converters import shape_of
 from blockdraft.data.sources import BUILTIN, Source
 from blockdraft.data.workloads import workload_prompts
 from blockdraft.errors import InputError
+from blockdraft.files import reading, reason
 
 Numbered = tuple[int, Any]  # line, or number of the item, from 1; the row, or the RowError that it is
 _ROWS_AT_ONCE = 1024
@@ -52,7 +54,7 @@ def file_digest(source: Source) -> str:
         return hashlib.sha256(f"{source.location}:{source.split}:{facts}".encode()).hexdigest()[:16]
     total = hashlib.sha256()
     for file in files:
-        with file.open("rb") as handle:
+        with reading(file, "--source"), file.open("rb") as handle:
             total.update(hashlib.file_digest(handle, "sha256").digest())
     return total.hexdigest()[:16]
 
@@ -72,8 +74,8 @@ def _file_rows(path: Path, name: str) -> Iterator[Numbered]:
         raise InputError("--source", f"{name}={path}", f"unknown kind of file; known are {', '.join(readers)} (.gz)")
     try:
         yield from reader(path)
-    except (OSError, EOFError) as error:
-        raise InputError("--source", f"{name}={path}", f"cannot be read ({error})") from None
+    except (OSError, EOFError, ValueError, zlib.error, csv.Error) as error:  # damaged, cut short, or not what it says
+        raise InputError("--source", f"{name}={path}", f"cannot be read ({reason(error)})") from None
 
 
 def _sliced(rows: Iterator[Numbered], source: Source) -> Iterator[Numbered]:
@@ -106,6 +108,8 @@ def _parsed(line: bytes) -> Any:
         return RowError("broken JSON", error.msg)
     except RecursionError:
         return RowError("broken JSON", "nested too deep")
+    except ValueError:  # Python reads no integer of thousands of digits
+        return RowError("broken JSON", "a number of thousands of digits")
 
 
 def _json_array(path: Path) -> Iterator[Numbered]:
@@ -165,13 +169,13 @@ def _cells(header: Any, cells: list[str]) -> Any:
 
 def _parquet(path: Path) -> Iterator[Numbered]:
     import pyarrow.parquet as pq
-    from pyarrow import ArrowInvalid
+    from pyarrow import ArrowException
 
     try:
         batches = pq.ParquetFile(path).iter_batches(_ROWS_AT_ONCE)
         yield from enumerate(itertools.chain.from_iterable(batch.to_pylist() for batch in batches), start=1)
-    except ArrowInvalid as error:
-        raise OSError(str(error).splitlines()[0]) from None
+    except ArrowException as error:
+        raise ValueError(reason(error)) from None
 
 
 def _dataset_rows(source: Source) -> Iterator[Numbered]:

@@ -6,6 +6,8 @@ the opening of a reply (what a server would be given), and the reply is what it 
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,10 +39,12 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of a conversation: its texts, and how many of its replies the template had hidden."""
+    """What became of a conversation: its texts, how many of its replies the template left out, and of how many others
+    it left out the reasoning."""
 
     texts: list[Encoded]
     hidden: int = 0
+    no_reasoning: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,16 @@ class ChatTemplate:
     @property
     def has_template(self) -> bool:
         return getattr(self.tokenizer, "chat_template", None) is not None
+
+    @functools.cached_property
+    def end_id(self) -> int | None:
+        """The token that ends a reply: the one that the template writes behind it, else the tokenizer's own."""
+        if self.has_template and self.start_id is None:
+            turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+            for token in reversed(self._ids(self.render(turns))):
+                if token in self.stop_ids:
+                    return token
+        return self.tokenizer.eos_token_id
 
     def offered(self, tools: list[Any] | None) -> list[Any] | None:
         """A conversation's own tools, else those of all."""
@@ -122,7 +136,8 @@ class ChatTemplate:
                 continue
             parts = [next(encoded) for _ in plan.parts]
             bad = next((part for part in parts if isinstance(part, RowError)), None)
-            results.append(bad or Result([part for part in parts if isinstance(part, Encoded)], plan.hidden))
+            texts_of = [part for part in parts if isinstance(part, Encoded)]
+            results.append(bad or Result(texts_of, plan.hidden, plan.no_reasoning))
         return results
 
     def encode_requests(self, conversations: Sequence[Conversation]) -> list[Result | RowError]:
@@ -180,7 +195,8 @@ class ChatTemplate:
             if not turns:
                 raise RowError("no reply to learn")
             if self.start_id is not None or not self.has_template:
-                return _Plan([self._pair(conversation, turn) for turn in turns])
+                unseen = sum(_has_reasoning(conversation.messages[turn]) for turn in turns)
+                return _Plan([self._pair(conversation, turn) for turn in turns], no_reasoning=unseen)
             return self._continued(conversation, turns)
         except RowError as error:
             return error
@@ -195,21 +211,24 @@ class ChatTemplate:
         messages, tools = conversation.messages, conversation.tools
         whole = self.render(messages[: turns[-1] + 1], tools)
         spans = []
+        unseen = 0
         for turn in turns:
             prompt = self.render(messages[:turn], tools, opening=True)
             answered = whole if turn == turns[-1] else self.render(messages[: turn + 1], tools)
             if not answered.startswith(prompt):
                 raise RowError("the template does not continue its prompt")
-            _require_calls(messages[turn], answered[len(prompt) :])
-            spans.append((prompt, answered))
+            written = answered[len(prompt) :]
+            _require_calls(messages[turn], written)
+            unseen += _has_reasoning(messages[turn]) and messages[turn]["reasoning_content"].strip() not in written
+            spans.append((prompt + _no_thought(written, messages[turn]), answered))
         if all(whole.startswith(answered) for _, answered in spans):
             marks = tuple((len(prompt), len(answered)) for prompt, answered in spans)
-            return _Plan([_Text(whole, marks)])
+            return _Plan([_Text(whole, marks)], no_reasoning=unseen)
         if self.rewritten_history == "reject":
             raise RowError("the template rewrites history")
         kept = spans if self.rewritten_history == "split" else spans[-1:]
         texts = [_Text(answered, ((len(prompt), len(answered)),)) for prompt, answered in kept]
-        return _Plan(texts, len(spans) - len(kept))
+        return _Plan(texts, len(spans) - len(kept), unseen)
 
     def _tokenise(self, texts: list[_Text]) -> list[Encoded | RowError]:
         if not texts:
@@ -284,6 +303,20 @@ class ChatTemplate:
         return Encoded(ids[: targets[-1][1]], tuple(targets), None, finish)
 
 
+_EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")
+
+
+def _no_thought(written: str, turn: dict[str, Any]) -> str:
+    """The empty block of thoughts that a template puts before a reply without any: nobody wrote it, nor learns it."""
+    found = _EMPTY_THOUGHT.match(written)
+    return "" if found is None or turn["content"].lstrip().startswith("<think>") else found[0]
+
+
+def _has_reasoning(turn: dict[str, Any]) -> bool:
+    reasoning = turn.get("reasoning_content")
+    return isinstance(reasoning, str) and bool(reasoning.strip())
+
+
 def _require_calls(turn: dict[str, Any], shown: str) -> None:
     """Templates that know no tools leave calls out without a word."""
     for call in turn.get("tool_calls", []):
@@ -304,6 +337,7 @@ class _Text:
 class _Plan:
     parts: list[_Text]
     hidden: int = 0
+    no_reasoning: int = 0
 
 
 def truncated(encoded: Encoded, max_source: int, max_length: int) -> tuple[Encoded, int, int]:

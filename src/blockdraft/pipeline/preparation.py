@@ -102,10 +102,14 @@ class Preparation:
         bad = sum(counts.values())
         if bad > self.settings.max_reject_share * read:
             reasons = ", ".join(f"{reason} {n}" for reason, n in counts.most_common(3))
+            hint = "fix the rows"
+            if counts.most_common(1)[0][0] == "duplicate id":
+                hint = "give each row an id of its own, or leave the column out"
             raise InputError(
-                "--max-reject-share",
-                self.settings.max_reject_share,
-                f"{bad} of the {read} rows of {source.name} cannot be used ({reasons}); mend them or raise it",
+                "--source",
+                source.name,
+                f"{bad} of its {read} rows cannot be used ({reasons}); {hint}, or raise --max-reject-share "
+                f"({self.settings.max_reject_share:g})",
             )
 
     def _without_duplicates(self, every: list[Candidates]) -> list[Candidates]:
@@ -293,6 +297,8 @@ def _count_cuts(counts: Counter[str], text: dict[str, Any]) -> None:
             counts[f"{name} tokens"] += tokens
     if text["hidden"]:
         counts["replies that the template hides"] += text["hidden"]
+    if text["no_reasoning"]:
+        counts["replies whose reasoning the template hides"] += text["no_reasoning"]
 
 
 def _opened(path: Path) -> Any:

@@ -43,7 +43,17 @@ def prepare(settings: PrepareSettings) -> dict[str, Any]:
 
 
 def chat_template(text_side: TextSide, facts: dict[str, Any]) -> ChatTemplate:
-    """The template of a verifier as prepared data record it."""
+    """The template of a verifier as prepared data record it.
+
+    Raises:
+        InputError: the tokenizer has neither a template nor a token that ends a text.
+    """
+    tokenizer = text_side.tokenizer
+    if getattr(tokenizer, "chat_template", None) is None and tokenizer.eos_token_id is None:
+        raise InputError(
+            "--verifier-name-or-path", tokenizer.name_or_path, "its tokenizer has neither a chat template nor an "
+            "end-of-text token; set eos_token in its tokenizer_config.json",
+        )  # fmt: skip
     return ChatTemplate(
         text_side.tokenizer,
         text_side.stop_ids,

@@ -30,7 +30,7 @@ def read(path: Path) -> dict[str, Blocks]:
     """Blocks by request. After a preemption a request proposes again at anchors it had before; the last one counts."""
     found: dict[str, Blocks] = {}
     if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in filter(None, path.read_text(encoding="utf-8").split("\n")):
             entry = json.loads(line)
             found.setdefault(entry["request"], {})[entry["anchor"]] = entry["drafted"]
     return found

@@ -175,10 +175,12 @@ class _Asking:
                 raise self._other_prompt(request, asked)
             return Written(request.id, request.turn, list(choice["token_ids"]))
         message = choice.get("message") or {}
+        if message.get("reasoning_content") or message.get("reasoning"):
+            raise _RefusedError("the server took the reasoning out of the reply; start it without a reasoning parser")
         text = choice.get("text") or message.get("content") or ""
         tokens = list(self.template.tokenizer(text, add_special_tokens=False)["input_ids"])
         if choice.get("finish_reason") != "length":
-            tokens.append(self.template.tokenizer.eos_token_id)
+            tokens.append(self.template.end_id)
         return Written(request.id, request.turn, tokens)
 
     def _other_prompt(self, request: Request, asked: list[int]) -> BlockdraftError:
