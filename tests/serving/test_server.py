@@ -19,7 +19,8 @@ import pytest
 from blockdraft.data.table import read_documents
 from blockdraft.decoding.engine import DecodingEngine
 from blockdraft.serving.client import EngineClient
-from blockdraft.serving.launcher import Launch, running, stop
+from blockdraft.serving.launcher import Launch
+from blockdraft.serving.processes import running, stop
 from blockdraft.settings import SamplingSettings
 from blockdraft.verifiers.causal import CausalVerifier
 from conftest import call, free_port

@@ -16,7 +16,8 @@ from assets.fixtures import LONGEST, SmallDraft
 from assets.t5gemma2 import Asset
 from blockdraft.decoding.engine import Reply
 from blockdraft.serving.client import EngineClient
-from blockdraft.serving.launcher import Launch, running
+from blockdraft.serving.launcher import Launch
+from blockdraft.serving.processes import running
 from blockdraft.verifiers.encoder_decoder import EncoderDecoderVerifier
 from conftest import call, free_port
 

@@ -11,7 +11,8 @@ from blockdraft.errors import InputError
 from blockdraft.pipeline.loading import chat_mode_of, trained_dtype, verifier_for
 from blockdraft.progress import say
 from blockdraft.runtime import dtype_name, resolve_device
-from blockdraft.serving.launcher import Launch, launch, serve_until_stopped
+from blockdraft.serving.launcher import Launch, launch
+from blockdraft.serving.processes import serve_until_stopped
 from blockdraft.settings import ServeSettings
 from blockdraft.verifiers.hub import is_gguf
 from blockdraft.verifiers.identity import read_identity
@@ -21,10 +22,10 @@ def serve(settings: ServeSettings) -> dict[str, Any]:
     """Serve until stopped (SIGTERM, Ctrl-C)."""
     plan = planned(settings)
     say(f"blockdraft: {plan.summary}")
-    result = {"command": plan.command, "environment": plan.environment, "url": plan.url}
-    if not settings.dry_run:
-        serve_until_stopped(plan)
-    return result
+    if settings.dry_run:
+        return {"command": plan.command, "environment": plan.environment, "url": plan.url}
+    serve_until_stopped(plan)
+    return {}
 
 
 def planned(settings: ServeSettings) -> Launch:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import importlib.metadata
 import json
 import os
-import signal
 import socket
-import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from blockdraft.contract import Contract
-from blockdraft.errors import BlockdraftError, InputError
+from blockdraft.errors import InputError
 from blockdraft.models.config import DraftConfig
-from blockdraft.serving.client import wait_until_ready
 from blockdraft.serving.cpu_wheel import NAME, WHEEL, installed
 from blockdraft.serving.plugin import is_known, require_servable, unknown_engine
 from blockdraft.serving.record import RECORD_PATH
@@ -149,6 +146,17 @@ def launch(
     return Launch(command, environment, summary, url)
 
 
+def without_draft(plan: Launch, port: int) -> Launch:
+    """The same server without its draft, on another port."""
+    command = list(plan.command)
+    for flag in ("--speculative-config", "--per-request-spec-decode-metrics"):
+        at = command.index(flag)
+        del command[at : at + 2]
+    command[command.index("--port") + 1] = str(port)
+    host = command[command.index("--host") + 1]
+    return dataclasses.replace(plan, command=command, summary="", url=f"http://{host}:{port}")
+
+
 def require_free(host: str, port: int) -> None:
     """Refuse a port that something listens on."""
     with socket.socket() as probe:
@@ -169,71 +177,3 @@ def require_plugin() -> None:
     wanted = os.environ.get("VLLM_PLUGINS")
     if wanted is not None and PLUGIN not in wanted.split(","):
         raise InputError("VLLM_PLUGINS", wanted, f"leaves out the plugin; add {PLUGIN} or unset it")
-
-
-def serve_until_stopped(plan: Launch) -> None:
-    """Run a server in the foreground; SIGTERM and Ctrl-C end it, and nothing of it is left behind.
-
-    Raises:
-        BlockdraftError: it ended by itself.
-    """
-    process = subprocess.Popen(plan.command, env={**os.environ, **plan.environment}, start_new_session=True)
-    stopped = False
-
-    def end(*_: object) -> None:
-        nonlocal stopped
-        stopped = True
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-
-    previous = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        code = process.wait()
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-        _end_group(process)
-    if not stopped:
-        raise BlockdraftError(f"vLLM ended by itself with exit code {code}; its own messages above say why")
-
-
-@contextlib.contextmanager
-def running(plan: Launch, log: Path, ready_seconds: float = 600.0) -> Iterator[subprocess.Popen[bytes]]:
-    """A server in the background, healthy when the body starts and gone when it ends.
-
-    Args:
-        log: file for what the engine says.
-
-    Raises:
-        BlockdraftError: it did not come up; the end of the log is in the message.
-    """
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            plan.command, env={**os.environ, **plan.environment}, stdout=output, stderr=output, start_new_session=True
-        )
-    try:
-        try:
-            wait_until_ready(plan.url, lambda: process.poll() is None, ready_seconds)
-        except BlockdraftError as error:
-            said = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
-            raise BlockdraftError(f"{error}:\n{said}") from None
-        yield process
-    finally:
-        stop(process)
-
-
-def stop(process: subprocess.Popen[bytes], seconds: float = 60.0) -> int:
-    """Ask a server to end, and its whole group if it does not; returns its exit code."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-    try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        _end_group(process)
-        return process.wait()
-
-
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of a server's processes."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
