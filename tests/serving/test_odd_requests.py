@@ -5,6 +5,7 @@ BLOCKDRAFT_FUZZ_SECONDS is the budget of the exhaustive run (an hour by default)
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,18 +20,22 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from blockdraft.checkpoints.store import save_draft
+from blockdraft.data.table import read_documents
+from blockdraft.decoding.engine import DecodingEngine
 from blockdraft.pipeline.serve import planned
+from blockdraft.serving.client import EngineClient
 from blockdraft.serving.launcher import Launch, without_draft
 from blockdraft.serving.processes import running
-from blockdraft.settings import ServeSettings
+from blockdraft.settings import SamplingSettings, ServeSettings
+from blockdraft.verifiers.causal import CausalVerifier
 from blockdraft.verifiers.loading import load_verifier
-from conftest import TEMPLATE, contract_of, free_port, tiny_draft
+from conftest import TEMPLATE, call, contract_of, free_port, tiny_draft
 from serving.fixtures import SERVED_VOCAB, random_llama, served_config
 from serving.odd_requests import ask, bodies, fuzz, prompts
 
 pytestmark = pytest.mark.engine
 
-CONTEXT = 256
+CONTEXT, K = 256, 3
 ENGINE = ("--enforce-eager", "--max-num-seqs", "8", "--max-model-len", str(CONTEXT))
 USUAL = [[5, 6, 7], list(range(9, 60)), [40] * 9, list(range(20, 150))]
 
@@ -52,6 +57,8 @@ class Servers:
 
     drafted: str
     plain: str
+    verifier: CausalVerifier
+    checkpoint: Path
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +66,11 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     root = tmp_path_factory.mktemp("servers")
     random_llama(root / "verifier", SERVED_VOCAB)
     json_tokenizer().save_pretrained(root / "verifier")
+    # What vLLM takes for a request that does not say otherwise.
+    habits = {"eos_token_id": 1, "repetition_penalty": 1.3, "top_k": 20, "temperature": 0.7, "do_sample": True}
+    (root / "verifier" / "generation_config.json").write_text(json.dumps(habits))
     verifier = load_verifier(str(root / "verifier"), torch.float32)
+    assert isinstance(verifier, CausalVerifier)
     draft = tiny_draft(verifier, served_config("dflare"), 5)
     save_draft(root / "draft", draft, contract_of(draft, verifier), torch.float32, {})
     plans = [serve_plan(root / "draft"), without_draft(serve_plan(root / "draft"), free_port())]
@@ -67,11 +78,13 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         up = [pool.submit(stack.enter_context, running(plan, root / f"{i}.log")) for i, plan in enumerate(plans)]
         for each in up:
             each.result()
-        yield Servers(plans[0].url, plans[1].url)
+        yield Servers(plans[0].url, plans[1].url, verifier, root / "draft")
 
 
 def serve_plan(checkpoint: Path) -> Launch:
-    return planned(ServeSettings(checkpoint=checkpoint, dtype="float32", port=free_port(), engine_arguments=ENGINE))
+    return planned(
+        ServeSettings(checkpoint=checkpoint, dtype="float32", port=free_port(), k=K, engine_arguments=ENGINE)
+    )
 
 
 def test_a_request_with_top_k_alone_does_not_end_the_server(servers: Servers) -> None:
@@ -81,6 +94,45 @@ def test_a_request_with_top_k_alone_does_not_end_the_server(servers: Servers) ->
             body = {"prompt": "w5 w6", "max_tokens": 4, "temperature": 1, **fields}
             assert ask(http, "/v1/completions", body).status == 200
         assert http.get("/health").is_success
+
+
+def test_the_verifiers_generation_config_changes_nothing_that_we_ask(
+    servers: Servers, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Parity (with the server's own K), a streamed reply, the probe and replies for data: as in this process."""
+    lines = [{"prompt": f"w{n} w{n + 1} w{2 * n}"} for n in range(3, 9)]
+    data, verifier = tmp_path / "prompts.jsonl", servers.verifier
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    sampling = SamplingSettings(max_new_tokens=24, ignore_eos=True)
+    wanted = [reply.tokens for reply in DecodingEngine(verifier, None, 0, sampling).generate(USUAL, 4)]
+    with EngineClient(servers.drafted) as client:
+        asked = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
+        assert [client.complete(prompt, [], **asked).tokens for prompt in USUAL] == wanted
+        assert [[t for piece in client.stream(p, [], **asked) for t in piece] for p in USUAL] == wanted
+    draft, server = servers.checkpoint, ("--endpoint", servers.drafted)
+    code, out, err = call(capsys, "parity", draft, "--dtype", "float32", *server, "--data-path", data, "--json")
+    assert code == 0, err
+    assert list(json.loads(out)["k"]) == [str(K)] and json.loads(out)["faults"] == 0
+    code, _, err = call(capsys, "parity", draft, "--dtype", "float32", *server, "--data-path", data, "--k", K + 1)
+    assert code == 2 and err.endswith(f"blockdraft: --k: {K + 1}: the server proposes {K}; leave --k out\n")
+    name, prompts = verifier.identity.name, tmp_path / "prompts"
+    prepare = ("prepare", "--verifier-name-or-path", name, "--source", f"s={data}", "--prompts-only", "--save-path")
+    assert call(capsys, *prepare, prompts)[0] == 0
+    own = ("regenerate", "--verifier-name-or-path", name, "--dtype", "float32", "--data-path", prompts,
+           "--max-new-tokens", "24", "--save-path")  # fmt: skip
+    for folder, more in (("here", ()), ("there", server)):
+        code, _, err = call(capsys, *own, tmp_path / folder, *more)
+        assert code == 0, err
+    here, there = (read_documents(tmp_path / folder, "data") for folder in ("here", "there"))
+    assert [document.input_ids for document in there] == [document.input_ids for document in here]
+
+
+def test_a_streamed_reply_has_no_count_of_rounds(servers: Servers, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("generate", servers.checkpoint, "w5 w6", "--max-new-tokens", "8", "--json")
+    for more in ((), ("--engine", "vllm", "--endpoint", servers.drafted)):
+        code, out, err = call(capsys, *arguments, *more)
+        assert code == 0, err
+        assert ("rounds" in json.loads(out)["replies"][0]) == (not more)
 
 
 def run(servers: Servers, seed: int, seconds: float) -> None:

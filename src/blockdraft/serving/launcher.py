@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import itertools
 import json
 import os
 import socket
@@ -17,6 +18,7 @@ from blockdraft.contract import Contract
 from blockdraft.errors import InputError
 from blockdraft.models.config import DraftConfig
 from blockdraft.serving.cpu_wheel import NAME, WHEEL, installed
+from blockdraft.serving.load import Steps, engine_ranges
 from blockdraft.serving.plugin import is_known, require_servable, unknown_engine
 from blockdraft.serving.record import RECORD_PATH
 from blockdraft.serving.support import T5GEMMA2, require_hidden_states
@@ -69,9 +71,20 @@ def method_of(contract: Contract, v1_runner: bool) -> str:
     return "dspark" if contract.method == "dspark" and not v1_runner else "dflash"
 
 
-def speculative_config(folder: Path, contract: Contract, k: int, v1_runner: bool) -> dict[str, object]:
-    """What `--speculative-config` gets."""
-    return {"model": str(folder), "method": method_of(contract, v1_runner), "num_speculative_tokens": k}
+def speculative_config(
+    folder: Path, contract: Contract, k: int, v1_runner: bool, by_load: Steps | None = None
+) -> dict[str, object]:
+    """What `--speculative-config` gets.
+
+    Args:
+        by_load: K by the number of requests at once; `k` is the largest.
+    """
+    config: dict[str, object] = {
+        "model": str(folder),
+        "method": method_of(contract, v1_runner),
+        "num_speculative_tokens": k,
+    }
+    return config | ({"num_speculative_tokens_per_batch_size": engine_ranges(by_load)} if by_load else {})
 
 
 def engine_environment(threads: int, cpu: bool, v1_runner: bool) -> dict[str, str]:
@@ -100,6 +113,7 @@ def launch(
     verifier: str,
     *,
     k: int,
+    by_load: Steps | None = None,
     dtype: str,
     host: str,
     port: int,
@@ -122,7 +136,7 @@ def launch(
         if argument.split("=")[0] in OURS:
             raise InputError(argument, "engine flag", "blockdraft serve sets it itself; use its own flags")
     require_free(host, port)
-    speculative = speculative_config(folder, contract, k, v1_runner)
+    speculative = speculative_config(folder, contract, k, v1_runner, by_load)
     command = [
         *(str(Path(sys.executable).with_name("vllm")), "serve", verifier),
         *("--dtype", dtype, "--host", host, "--port", str(port)),
@@ -138,12 +152,20 @@ def launch(
     url = f"http://{host}:{port}"
     kinds = sorted({"full" if window is None else f"sliding {window}" for window in config.windows})
     summary = (
-        f"serving {verifier} in {dtype} with a {contract.method} draft (engine method {speculative['method']}), K={k}, "
+        f"serving {verifier} in {dtype} with a {contract.method} draft (engine method {speculative['method']}), K={k}"
+        + "".join(f", {smaller} above {most} requests at once" for most, smaller in _changes(by_load))
+        + ", "
         f"context {' and '.join(kinds)}, "
         + "".join(f"{name.replace('_', ' ')} {value}, " for name, value in (template_options or {}).items())
         + f"at {url}"
     )
     return Launch(command, environment, summary, url)
+
+
+def _changes(by_load: Steps | None) -> Steps:
+    """Numbers of requests above which K becomes another one."""
+    steps = by_load or []
+    return [(before[0], after[1]) for before, after in itertools.pairwise(steps)]
 
 
 def without_draft(plan: Launch, port: int) -> Launch:

@@ -124,8 +124,8 @@ class EncoderDecoderVerifier(InProcessVerifier):
         at = positions_RW[:, None, :, None]
         keys = torch.arange(num_keys, device=self.device)
         causal = keys <= at
-        assert self._window is not None
-        own = {"full_attention": causal, "sliding_attention": causal & (keys > at - self._window)}
+        assert self.window is not None
+        own = {"full_attention": causal, "sliding_attention": causal & (keys > at - self.window)}
         real = torch.arange(width, device=self.device) < source_lengths[:, None]
         other = real[:, None, None].expand(-1, 1, positions_RW.shape[1], -1)
         return {"attention_mask": own, "encoder_attention_mask": {"full_attention": other}}
