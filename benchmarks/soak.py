@@ -31,10 +31,12 @@ import psutil  # noqa: E402
 from blockdraft.pipeline.serve import planned, self_test_prompts  # noqa: E402
 from blockdraft.runtime import machine_description  # noqa: E402
 from blockdraft.serving.client import EngineClient  # noqa: E402
+from blockdraft.serving.launcher import without_draft  # noqa: E402
 from blockdraft.serving.processes import running  # noqa: E402
 from blockdraft.settings import ServeSettings  # noqa: E402
 
 AT_ONCE = 8
+ROLES = ("EngineCore", "Worker", "resource_tracker")
 COLUMNS = ("model", "requests", "answered 200", "answered 4xx", "left by the client", "answered 5xx", "seconds",
            "memory before, MiB", "highest", "after", "growth")  # fmt: skip
 KINDS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -53,15 +55,17 @@ KINDS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def resident(server: psutil.Process) -> float:
-    """MiB of a server and all its processes."""
-    total = 0
+def resident(server: psutil.Process) -> dict[str, float]:
+    """MiB of a server and its processes, by what they are."""
+    found: dict[str, float] = {}
     for process in (server, *server.children(recursive=True)):
         try:
-            total += process.memory_info().rss
+            title = " ".join(process.cmdline())
+            role = next((role for role in ROLES if role in title), "server")
+            found[role] = found.get(role, 0.0) + process.memory_info().rss / 2**20
         except psutil.NoSuchProcess:
             continue
-    return total / 2**20
+    return {role: round(size, 1) for role, size in found.items()}
 
 
 def send(http: httpx.Client, model: str, prompt: list[int], fields: dict[str, Any]) -> int:
@@ -82,6 +86,7 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
         engine_arguments=tuple(options.engine_arguments),
     )  # fmt: skip
     plan, prompts, draw = planned(settings), self_test_prompts(settings), random.Random(options.seed)
+    plan = without_draft(plan, options.port) if options.without_draft else plan
     jobs = [(draw.choice(prompts), *draw.choice(KINDS)) for _ in range(options.requests)]
     statuses: dict[int, int] = {}
     memory = []
@@ -97,12 +102,12 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
                 some = pool.map(lambda job: send(http, model, job[0], job[2]), jobs[at : at + part])
                 for status in some:
                     statuses[status] = statuses.get(status, 0) + 1
-                memory.append(round(resident(server), 1))
-                print(f"{at + part} requests, {memory[-1]} MiB", file=sys.stderr, flush=True)
+                memory.append(resident(server))
+                print(f"{at + part} requests, {memory[-1]}", file=sys.stderr, flush=True)
             seconds = time.perf_counter() - start
             assert http.get("/health").is_success
     return {
-        "model": options.name or Path(plan.command[2]).name,
+        "model": (options.name or Path(plan.command[2]).name) + (" without a draft" if options.without_draft else ""),
         "requests": len(jobs),
         "statuses": {str(status): count for status, count in sorted(statuses.items())},
         "kinds": {kind: sum(job[1] == kind for job in jobs) for kind in sorted({job[1] for job in jobs})},
@@ -120,10 +125,11 @@ def row(found: dict[str, Any]) -> list[str]:
     def answered(first: int) -> str:
         return f"{sum(count for status, count in counts.items() if status // 100 == first):,}"
 
-    before, after = found["memory_mib"][0], found["memory_mib"][-1]
+    memory = [sum(each.values()) for each in found["memory_mib"]]
+    before, after = memory[0], memory[-1]
     return [
         found["model"], f"{found['requests']:,}", answered(2), answered(4), answered(0), answered(5),
-        f"{found['seconds']:.0f}", f"{before:,.0f}", f"{max(found['memory_mib']):,.0f}", f"{after:,.0f}",
+        f"{found['seconds']:.0f}", f"{before:,.0f}", f"{max(memory):,.0f}", f"{after:,.0f}",
         f"{after / before - 1:+.1%}",
     ]  # fmt: skip
 
@@ -132,6 +138,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--name", help="of the model, in the table")
+    parser.add_argument("--without-draft", action="store_true", help="the same server without it, to compare with")
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--seed", type=int, default=0)

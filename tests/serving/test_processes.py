@@ -137,13 +137,14 @@ def alive(pid: int) -> bool:
             "layers: spread: train",
         ),
         (
-            "(APIServer pid=1) ERROR 12-03 02:14:21 [client.py:1] Engine core proc EngineCore died unexpectedly\n"
+            "(APIServer pid=1) AttributeError: of a request, long ago\n"
+            "(APIServer pid=1) WARNING 12-03 02:14:21 [client.py:1] MPClient: engine core exited unexpectedly\n"
             "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.",
             0,
-            "Engine core proc EngineCore died unexpectedly (out of memory, or killed)",
+            "a process of its engine ended unexpectedly (out of memory, or killed)",
         ),
         ("loading\n", -9, "it was ended by signal 9 (out of memory, or killed)"),
-        ("one\ntwo\n\n", 3, "two"),
+        ("one\ntwo\n\nnanobind: leaked\n - leaked type", 3, "two"),
         ("", 3, "it said nothing"),
         ("ValueError: " + "x" * 5000, 1, "ValueError: " + "x" * 300 + " ..."),
     ],

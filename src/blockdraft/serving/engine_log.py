@@ -11,12 +11,13 @@ from collections.abc import Iterable
 
 KEPT = 600  # last lines that are looked at
 LONGEST = 300  # characters of a message
-_TAG = re.compile(r"^\((?P<process>[\w. ]+?)(?: pid=\d+)?\) ?(?:(?:ERROR|CRITICAL) \S+ \S+ \[\S+\] ?)?")
+_TAG = re.compile(r"^\((?P<process>[\w. ]+?)(?: pid=\d+)?\) ?(?:[A-Z]+ \S+ \S+ \[\S+\] ?)?")
 _RAISED = re.compile(
     r"^(?:[A-Za-z_][\w.]*\.)?(?P<kind>[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Fault))(?:: (?P<text>.*))?$"
 )
 _USAGE = re.compile(r"^(?:vllm|api_server\.py)[\w. ]*: error: (?P<text>.*)$")
-_DIED = re.compile(r"died unexpectedly|killed by|Killed$")
+_DIED = re.compile(r"(?:died|exited) unexpectedly")
+_NOISE = re.compile(r"nanobind|^ - ")  # what is said when Python shuts down in the middle of something
 # What says only that another process failed.
 _FOLLOWS = re.compile(
     r"EngineDeadError|EngineGenerateError|Engine core initialization failed|WorkerProc initialization failed"
@@ -37,14 +38,14 @@ def cause(lines: Iterable[str], code: int | None = None) -> str:
     own = [text for process, text in found if process.startswith(_ENGINE)]
     if own:
         return own[0]
+    if any(_DIED.search(text) for _, text in said):
+        return "a process of its engine ended unexpectedly (out of memory, or killed)"
     if found:
         return found[-1][1]
-    died = next((text for _, text in said if _DIED.search(text)), "")
-    if died:
-        return f"{died.strip()} (out of memory, or killed)"
     if code is not None and code < 0:
         return f"it was ended by signal {-code} (out of memory, or killed)"
-    return next((text.strip() for _, text in reversed(said) if text.strip()), "it said nothing")
+    words = (text.strip() for _, text in reversed(said) if text.strip() and not _NOISE.search(text))
+    return next(words, "it said nothing")
 
 
 def _parted(line: str) -> tuple[str, str]:
