@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -25,6 +27,7 @@ from blockdraft.decoding.engine import DecodingEngine
 from blockdraft.pipeline.serve import planned
 from blockdraft.serving.client import EngineClient
 from blockdraft.serving.launcher import Launch, without_draft
+from blockdraft.serving.load import measure, report
 from blockdraft.serving.processes import running
 from blockdraft.settings import SamplingSettings, ServeSettings
 from blockdraft.verifiers.causal import CausalVerifier
@@ -133,6 +136,27 @@ def test_a_streamed_reply_has_no_count_of_rounds(servers: Servers, capsys: pytes
         code, out, err = call(capsys, *arguments, *more)
         assert code == 0, err
         assert ("rounds" in json.loads(out)["replies"][0]) == (not more)
+
+
+def test_both_servers_are_measured_under_load(servers: Servers) -> None:
+    plain, drafted = (measure(url, USUAL, (1, 3)) for url in (servers.plain, servers.drafted))
+    assert [rate.requests for rate in drafted] == [1, 3] and all(rate.tokens_per_second > 0 for rate in drafted)
+    assert len(report(plain, drafted, K)) == 3
+
+
+@pytest.mark.exhaustive
+def test_self_test_measures_and_serves(servers: Servers, tmp_path: Path) -> None:
+    """Two engines, one after the other."""
+    port = free_port()
+    command = [sys.executable, "-m", "blockdraft.cli.main", "serve", str(servers.checkpoint), "--dtype", "float32",
+               "--self-test", "--port", str(port), *ENGINE]  # fmt: skip
+    with running(Launch(command, {}, "", f"http://127.0.0.1:{port}"), tmp_path / "log.txt") as process:
+        with EngineClient(f"http://127.0.0.1:{port}") as client:
+            assert client.num_speculative_tokens(USUAL[0]) in (None, 7)  # the verifier alone comes first
+        lines = iter(lambda: (tmp_path / "log.txt").read_text(), "")
+        said = next(text for text in lines if "blockdraft: self-test: " in text or process.poll() is not None)
+        assert len(re.findall(r"^blockdraft: self-test, requests at once \d", said, re.M)) == 4
+    assert process.returncode == 0
 
 
 def run(servers: Servers, seed: int, seconds: float) -> None:

@@ -31,6 +31,8 @@ def serve(settings: ServeSettings) -> dict[str, Any]:
     say(f"blockdraft: {plan.summary}")
     if settings.dry_run:
         return {"command": plan.command, "environment": plan.environment, "url": plan.url}
+    if not settings.self_test and not settings.k_by_load:
+        say("blockdraft: many requests at once may be slower with a draft than without; --self-test measures it")
     serve_until_stopped(plan, _self_test(settings, plan) if settings.self_test else None)
     return {}
 

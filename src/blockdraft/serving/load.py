@@ -17,7 +17,7 @@ from blockdraft.errors import InputError
 from blockdraft.serving.client import EngineClient
 
 REQUESTS_AT_ONCE = (1, 2, 4, 8)
-TOKENS = 48  # a reply of the self-test
+TOKENS = 32  # a reply of the self-test
 FLAG = "--k-by-load"
 
 Steps = list[tuple[int, int]]
@@ -64,7 +64,7 @@ def measure(url: str, prompts: Sequence[list[int]], at_once: Sequence[int] = REQ
     """How fast a server answers prompts greedily, by the number of requests at once; each is warmed up before."""
     rates = []
     for count in at_once:
-        asked = list(itertools.islice(itertools.cycle(prompts), max(4, 2 * count)))
+        asked = list(itertools.islice(itertools.cycle(prompts), max(4, count)))
         with EngineClient(url) as client, ThreadPoolExecutor(count) as pool:
 
             def tokens(prompt: list[int], limit: int, client: EngineClient = client) -> int:
