@@ -11,7 +11,6 @@ the same size, in turns as well. Nothing else should run on the machine meanwhil
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import statistics
 import subprocess
@@ -29,22 +28,12 @@ from blockdraft.data.prompts import encode_prompt  # noqa: E402
 from blockdraft.data.workloads import workload_prompts  # noqa: E402
 from blockdraft.pipeline.serve import planned  # noqa: E402
 from blockdraft.runtime import machine_description  # noqa: E402
-from blockdraft.serving.launcher import Launch, running  # noqa: E402
+from blockdraft.serving.launcher import Launch, without_draft  # noqa: E402
+from blockdraft.serving.processes import running  # noqa: E402
 from blockdraft.settings import ServeSettings  # noqa: E402
 
 STEP_WORKER = Path(__file__).parent / "steps" / "served.py"
 COLUMNS = ("batch", "tokens/s without", "tokens/s with the draft", "ratio", "acceptance length (engine)")
-
-
-def without_draft(plan: Launch, port: int) -> Launch:
-    """The same server without its draft, on another port."""
-    command = list(plan.command)
-    for flag in ("--speculative-config", "--per-request-spec-decode-metrics"):
-        at = command.index(flag)
-        del command[at : at + 2]
-    command[command.index("--port") + 1] = str(port)
-    host = command[command.index("--host") + 1]
-    return dataclasses.replace(plan, command=command, url=f"http://{host}:{port}")
 
 
 def prompt_file(verifier: str, workload: str, count: int, max_tokens: int, folder: Path) -> Path:

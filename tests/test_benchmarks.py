@@ -13,9 +13,9 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import acceptance  # noqa: E402
-import serve  # noqa: E402
 import t5gemma2_step  # noqa: E402
 from assets.t5gemma2 import Asset  # noqa: E402
+from blockdraft.serving.launcher import Launch, without_draft  # noqa: E402
 from blockdraft.verifiers.loading import save_folder  # noqa: E402
 from conftest import tiny_verifier_of  # noqa: E402
 from report import write_section  # noqa: E402
@@ -46,7 +46,7 @@ def test_the_server_without_a_draft_differs_in_nothing_else() -> None:
     command = ["vllm", "serve", "verifier", "--dtype", "float32", "--host", "127.0.0.1", "--port", "8300",
                "--speculative-config", "{}", "--per-request-spec-decode-metrics", "detailed",
                "--enforce-eager"]  # fmt: skip
-    plain = serve.without_draft(serve.Launch(command, {"A": "1"}, "with a draft", "http://127.0.0.1:8300"), 8301)
+    plain = without_draft(Launch(command, {"A": "1"}, "with a draft", "http://127.0.0.1:8300"), 8301)
     wanted = "vllm serve verifier --dtype float32 --host 127.0.0.1 --port 8301 --enforce-eager"
     assert (" ".join(plain.command), plain.url) == (wanted, "http://127.0.0.1:8301")
     assert plain.environment == {"A": "1"} and command[8] == "8300"

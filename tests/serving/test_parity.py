@@ -12,6 +12,7 @@ from blockdraft.decoding.engine import DecodingEngine
 from blockdraft.decoding.one_pass import document_proposals
 from blockdraft.decoding.slot_gaps import SlotGaps, slot_logits
 from blockdraft.pipeline.loading import Pair
+from blockdraft.pipeline.parity import past_windows
 from blockdraft.records import Document
 from blockdraft.serving.client import Served
 from blockdraft.serving.parity import blocks_of, compare_counters, compare_reply, served_rounds, within, without_padding
@@ -125,3 +126,20 @@ def test_a_step_that_the_engine_only_padded_is_no_round() -> None:
     assert without_padding(1, right, dict.fromkeys((1, 2, 5, 6), (3, 3, 3))) == right
     nonsense = Served("r", [5, 6, 7, 8, 9, 10], [0, 1, 1])
     assert without_padding(1, nonsense, blocks) is nonsense  # left as it is, for parity to find
+
+
+def test_a_prompt_goes_past_every_window_that_the_context_holds() -> None:
+    """What a wrong window hides shows behind it only: Mistral's 4,096 positions are beyond any ordinary prompt."""
+    verifier = tiny_verifier_of("mistral_window")
+    draft = tiny_draft(verifier, tiny_config("dflash", windows=(9, 9)))
+    pair = Pair(verifier, draft, contract_of(draft, verifier))
+    prompts = [[5, 6, 7], [8, 9]]
+    longer, unreached = past_windows(prompts, pair, 16, 256)
+    assert longer[:2] == prompts and not unreached
+    assert longer[2] == [5, 6, 7, 8, 9] * 3 + [5, 6] and len(longer[2]) == 9 + draft.config.block_size
+    assert past_windows([[5] * 10], pair, 16, 256) == ([[5] * 10], [])
+    assert past_windows(prompts, pair, 16, 44) == ([*prompts, [5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]], [])
+    assert past_windows(prompts, pair, 16, 30) == (prompts, [4, 9])
+    full = tiny_verifier_of("llama")
+    other = tiny_draft(full, tiny_config("dflash"))
+    assert past_windows(prompts, Pair(full, other, contract_of(other, full)), 16, 256) == (prompts, [])

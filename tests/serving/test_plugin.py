@@ -148,7 +148,7 @@ def test_context_keys_are_normalised_by_their_own_layer() -> None:
 def test_a_temperature_reaches_every_token_of_its_request() -> None:
     """The other fault that is mended: the engine's own kernel on processors loses values that are no integers."""
     pytest.importorskip("vllm")
-    from blockdraft.serving.plugin import repeated_for_tokens
+    from blockdraft.serving.sampling import repeated_for_tokens
 
     temperatures, cumulated = torch.tensor([0.7, 0.0, 1.3]), torch.tensor([2, 2, 5])
     found = repeated_for_tokens(temperatures, cumulated, 5, replace_from=0, replace_to=1)
@@ -164,11 +164,87 @@ def test_a_temperature_reaches_every_token_of_its_request() -> None:
         cpu_triton_utils._expand_kernel_impl(output, torch.tensor([0.7, 1.3]), torch.tensor([1, 3]), 0, 1)
         print(output.tolist())
         stock = rejection_sampler.expand_batch_to_tokens
-        import blockdraft.serving.plugin as plugin
+        from blockdraft.serving import plugin, sampling
         plugin.register()
-        assert rejection_sampler.expand_batch_to_tokens is plugin.repeated_for_tokens is not stock
+        assert rejection_sampler.expand_batch_to_tokens is sampling.repeated_for_tokens is not stock
         """
     )
     assert done.returncode == 0, done.stderr[-2000:]
     # When this fails, the engine's kernel has been mended and the plugin's part can go.
     assert done.stdout.strip().splitlines()[-1] == "[9.0, 9.0, 9.0]"
+
+
+def test_a_step_without_proposed_tokens_is_sampled_from_nothing() -> None:
+    """One request with `top_k` alone ended every server with a draft in the step of its prompt."""
+    pytest.importorskip("vllm")
+    done = in_child(
+        """
+        import types
+        import torch
+        from vllm.v1.sample import rejection_sampler
+        from blockdraft.serving import plugin, sampling
+
+        rejection_sampler.expand_batch_to_tokens = sampling.repeated_for_tokens
+
+        def constrained(rows):
+            metadata = types.SimpleNamespace(
+                all_greedy=False, temperature=torch.ones(1), top_k=torch.tensor([5]), top_p=None
+            )
+            logits = torch.arange(10.0 * rows).view(rows, 10)
+            return rejection_sampler.apply_sampling_constraints(logits, torch.tensor([rows]), metadata)
+
+        try:
+            constrained(0)
+        except (IndexError, RuntimeError) as error:
+            print("stock:", type(error).__name__)
+        plugin.register()
+        print(tuple(constrained(0).shape), constrained(2).isfinite().sum(dim=1).tolist())
+        """
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    # When the first line is gone, the engine has fixed it and the plugin's part can go.
+    assert done.stdout.strip().splitlines()[-2:] == ["stock: RuntimeError", "(0, 10) [5, 5]"]
+
+
+def test_bodies_that_trip_the_engines_own_checks_are_the_clients_mistakes() -> None:
+    """The engine's server answered them with 500: a wrong type, half of a surrogate pair, ids to look up in a draft."""
+    pytest.importorskip("vllm")
+    done = in_child(
+        """
+        from fastapi import FastAPI
+        from fastapi.testclient import TestClient
+        from vllm import SamplingParams
+        from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+        from blockdraft.serving import plugin
+
+        app = FastAPI()
+
+        @app.post("/")
+        def answer(body: CompletionRequest) -> str:
+            return "read"
+
+        def read(content):
+            client = TestClient(app, raise_server_exceptions=False)
+            return client.post("/", content=content, headers={"content-type": "application/json"}).status_code
+
+        def checked():
+            try:
+                SamplingParams(logprobs=1, logprob_token_ids=[1])._validate_spec_decode(object())
+            except AttributeError:
+                return "AttributeError"
+            except ValueError as error:
+                return str(error)
+            return "accepted"
+
+        fields = ('"structured_outputs": [1]', '"stop": "\\\\ud800"', '"n": 1')
+        bodies = ['{"prompt": "a", ' + field + "}" for field in fields]
+        print([read(body) for body in bodies], checked())
+        plugin.register()
+        print([read(body) for body in bodies], checked())
+        """
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    stock, ours = done.stdout.strip().splitlines()[-2:]
+    # When the first of these fails, the engine has fixed it and the plugin's part can go.
+    assert stock == "[500, 200, 200] accepted"  # the second fails further on
+    assert ours == "[422, 422, 200] logprob_token_ids is not supported with speculative decoding"

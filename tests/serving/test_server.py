@@ -19,7 +19,8 @@ import pytest
 from blockdraft.data.table import read_documents
 from blockdraft.decoding.engine import DecodingEngine
 from blockdraft.serving.client import EngineClient
-from blockdraft.serving.launcher import Launch, running, stop
+from blockdraft.serving.launcher import Launch
+from blockdraft.serving.processes import running, stop
 from blockdraft.settings import SamplingSettings
 from blockdraft.verifiers.causal import CausalVerifier
 from conftest import call, free_port
@@ -156,7 +157,8 @@ def test_a_server_that_dies_while_loading_is_reported_in_a_line(server: Server) 
     command = [*BLOCKDRAFT, "serve", str(server.checkpoint.folder), "--port", str(port), "--max-model-len", "99999999"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr.strip().splitlines()[-1].startswith("blockdraft: vLLM ended by itself with exit code 1")
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("blockdraft: vLLM ended by itself: ValidationError: User-specified max_model_len (99999999)")
     assert not [p for p in psutil.process_iter(["cmdline"]) if f"--port {port}" in " ".join(p.info["cmdline"] or [])]
 
 

@@ -11,7 +11,7 @@ from blockdraft.errors import InputError
 from blockdraft.verifiers.encoder_decoder import EncoderDecoderVerifier
 from blockdraft.verifiers.identity import read_identity
 from blockdraft.verifiers.loading import load_verifier, save_folder
-from conftest import BOI, EOI, IMAGE, LAYERS, tiny_encoder_decoder, tiny_tokenizer
+from conftest import BOI, EOI, IMAGE, LAYERS, VOCAB, tiny_encoder_decoder, tiny_tokenizer
 
 SOURCES = [list(range(5, 5 + length)) for length in (23, 1, 9)]  # longer and shorter than the windows of 4
 
@@ -88,6 +88,8 @@ def test_another_source_is_another_text(tiny_seq2seq: EncoderDecoderVerifier) ->
         ([5, IMAGE], f"prompt 4: token {IMAGE} .*stands for an image; only text is supported"),
         ([BOI, 5], "stands for an image"),
         ([EOI], "stands for an image"),
+        ([5, VOCAB], f"prompt 4: token {VOCAB}: the verifier has tokens 0 to {VOCAB - 1}"),
+        ([-1], "token -1"),
     ],
 )
 def test_what_the_encoder_cannot_read_is_refused(
@@ -96,6 +98,17 @@ def test_what_the_encoder_cannot_read_is_refused(
     with pytest.raises(InputError, match=says):
         tiny_seq2seq.sides(prompt, "prompt 4")
     assert tiny_seq2seq.sides([5] * 64, "prompt 4").decoder == [2]
+
+
+def test_a_decoder_that_begins_with_nothing_is_rejected() -> None:
+    verifier = tiny_encoder_decoder()
+    config, tokenizer = verifier.model.config, verifier.tokenizer
+    for start, says in ((None, "None"), (VOCAB, str(VOCAB)), (-1, "-1")):
+        config.decoder.bos_token_id = start
+        with pytest.raises(InputError, match=f"decoder_start_token_id: {says}: a decoder's text begins with"):
+            EncoderDecoderVerifier(verifier.model, tokenizer, "x")
+    verifier.model.generation_config.decoder_start_token_id = 7
+    assert EncoderDecoderVerifier(verifier.model, tokenizer, "x").decoder_start == 7
 
 
 def test_a_model_that_computes_something_else_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

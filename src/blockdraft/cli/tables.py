@@ -34,8 +34,9 @@ def _failures(console: Console, result: dict[str, Any]) -> None:
 
 
 def show_fields(result: dict[str, Any]) -> None:
-    """A result as name and value."""
-    _console().print(_fields(result))
+    """A result as name and value; nothing where there is nothing to say."""
+    if result:
+        _console().print(_fields(result))
 
 
 def show_training(result: dict[str, Any]) -> None:

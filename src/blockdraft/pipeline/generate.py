@@ -65,7 +65,10 @@ def _in_process(settings: GenerateSettings, conversations: list[Messages], show:
     replies = engine.generate(prompts, settings.batch_size, (lambda reply: show(tokenizer, reply)) if show else None)
     seconds = time.perf_counter() - start
     counts = AcceptanceCounts.of([r for reply in replies for r in reply.rounds], k)
-    return {**_result(replies, tokenizer, seconds), "k": k, "acceptance_length": counts.acceptance_length}
+    result = _result(replies, tokenizer, seconds)
+    for reply, shown in zip(replies, result["replies"], strict=True):
+        shown["rounds"] = len(reply.rounds)
+    return {**result, "k": k, "acceptance_length": counts.acceptance_length}
 
 
 def _on_server(settings: GenerateSettings, conversations: list[Messages], show: Show | None) -> dict[str, Any]:
@@ -81,14 +84,15 @@ def _on_server(settings: GenerateSettings, conversations: list[Messages], show: 
     contract = read_contract(settings.checkpoint)
     name = servable_verifier(contract, settings.verifier_name_or_path)
     _, revision = verifier_for(contract, settings.verifier_name_or_path, settings.revision)
-    tokenizer = read_text_side(name, settings.trust_remote_code, revision).tokenizer
+    text_side = read_text_side(name, settings.trust_remote_code, revision)
+    tokenizer = text_side.tokenizer
     mode = chat_mode_of(settings.checkpoint, settings.thinking)
     prompts = [encode_prompt(tokenizer, conversation, mode) for conversation in conversations]
     sampling = {
         "max_tokens": settings.max_new_tokens, "temperature": settings.temperature, "top_p": settings.top_p,
         "top_k": settings.top_k, "seed": settings.seed, "stop": list(settings.stop), "ignore_eos": settings.ignore_eos,
     }  # fmt: skip
-    stop_ids = [] if settings.ignore_eos or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    stop_ids = [] if settings.ignore_eos else sorted(text_side.stop_ids)
     replies = []
     with EngineClient(settings.endpoint, settings.model) as client:
         before, start = client.counters(), time.perf_counter()
@@ -123,7 +127,6 @@ def _result(replies: list[Reply], tokenizer: Any, seconds: float) -> dict[str, A
                 "text": tokenizer.decode(reply.tokens, skip_special_tokens=True),
                 "finish": reply.finish,
                 "tokens": reply.tokens,
-                "rounds": len(reply.rounds),
             }
             for reply in replies
         ],

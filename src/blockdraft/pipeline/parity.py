@@ -45,6 +45,8 @@ from blockdraft.serving.record import Blocks, read
 from blockdraft.serving.support import require_hidden_states
 from blockdraft.settings import ParitySettings, SamplingSettings, resolved
 
+LONGEST_PROMPT = 2048  # tokens of the prompt that is made to be longer than a window
+
 
 def parity(settings: ParitySettings) -> dict[str, Any]:
     """Compare; `failures` of the result is empty when what is served is what was trained."""
@@ -53,10 +55,19 @@ def parity(settings: ParitySettings) -> dict[str, Any]:
     if not settings.endpoint:
         verifier = servable_verifier(pair.contract, settings.verifier_name_or_path)
         require_hidden_states(verifier, pair.contract.verifier.architecture, pair.contract.tap_ids)
-    ks = settings.k or (pair.contract.default_k,)
+    prompts = encode_all(pair.verifier, conversations, pair.mode)
+    ks, context = settings.k or (pair.contract.default_k,), pair.verifier.context_length
+    if settings.endpoint:
+        served_k, longest = _ask_server(settings.endpoint, settings, prompts[0])
+        ks, context = (served_k,), min(context, longest or context)
     for k in ks:
         pair.contract.require_k(k)
-    prompts = encode_all(pair.verifier, conversations, pair.mode)
+    prompts, unreached = past_windows(prompts, pair, settings.max_new_tokens, context)
+    if unreached:
+        say(
+            f"no text here goes past the window of {' and '.join(str(window) for window in unreached)} positions: "
+            "give longer prompts (--data-path), or longer replies (--max-new-tokens)"
+        )
     sampling = SamplingSettings(max_new_tokens=settings.max_new_tokens)
     engine = DecodingEngine(pair.verifier, None, 0, sampling)
     with progress("the verifier alone", len(prompts)) as advance:
@@ -70,6 +81,7 @@ def parity(settings: ParitySettings) -> dict[str, Any]:
         "method": pair.contract.method,
         "dtype": dtype_name(pair.verifier.dtype),
         "prompts": len(prompts),
+        "windows_not_passed": unreached,
         "reply_tokens": sum(len(reply.tokens) for reply in plain),
         "engine": settings.endpoint or "in process",
         "k": results,
@@ -78,6 +90,44 @@ def parity(settings: ParitySettings) -> dict[str, Any]:
         "machine": machine_description(pair.verifier.device),
         "settings": resolved(settings),
     }
+
+
+def past_windows(
+    prompts: list[list[int]], pair: Pair, max_new_tokens: int, context: int
+) -> tuple[list[list[int]], list[int]]:
+    """Prompts, with one more that is longer than every window if none is: what a window hides shows behind it.
+
+    The prompt of a model with an encoder is not what its windows slide over; its replies are.
+
+    Args:
+        context: positions that both engines hold.
+
+    Returns:
+        The prompts, and the windows that no text goes past.
+    """
+    config = pair.draft.config
+    windows = sorted({window for window in (pair.verifier.window, *config.windows) if window is not None})
+    if pair.verifier.has_encoder:
+        return prompts, [window for window in windows if window >= max_new_tokens]
+    room = min(LONGEST_PROMPT, context - max_new_tokens - 2 * config.block_size)
+    within = [window for window in windows if window + config.block_size <= room]
+    if within and max(len(prompt) for prompt in prompts) <= within[-1]:
+        tokens = [token for prompt in prompts for token in prompt]
+        length = within[-1] + config.block_size
+        prompts = [*prompts, (tokens * (length // len(tokens) + 1))[:length]]
+    longest = max(len(prompt) for prompt in prompts)
+    return prompts, [window for window in windows if window >= longest]
+
+
+def _ask_server(url: str, settings: ParitySettings, prompt: list[int]) -> tuple[int, int | None]:
+    """The server's K, and how many positions it holds if it says so."""
+    with EngineClient(url, settings.model) as client:
+        k = client.num_speculative_tokens(prompt)
+        if k is None:
+            raise InputError("--endpoint", url, "it serves no draft, or not with --per-request-spec-decode-metrics")
+        if settings.k and settings.k != (k,):
+            raise InputError("--k", settings.k[0], f"the server proposes {k}; leave --k out")
+        return k, client.max_model_len
 
 
 def _first_line(k: str, result: dict[str, Any]) -> str:
@@ -202,8 +252,6 @@ class _Stage:
                 ]
                 replies = [future.result() for future in futures]
             after = client.counters()
-        if not any(reply.agreed for reply in replies):
-            raise InputError("--endpoint", url, "it serves no draft, or not with --per-request-spec-decode-metrics")
         counters = {name: after[name] - before[name] for name in after}
         return Decoded(replies, counters, read(self.settings.record) if self.settings.record else {})
 

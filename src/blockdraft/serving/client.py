@@ -21,11 +21,23 @@ COUNTERS = {
     "preemptions": "vllm:num_preemptions_total",
     "prefix_hits": "vllm:prefix_cache_hits_total",  # tokens
 }
+# Stated in every request: vLLM takes what is left out from the verifier's generation_config.json, which may punish
+# repetitions or keep the 20 most likely tokens only.
+NEUTRAL = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+OPENAI = ("temperature", "top_p", "presence_penalty", "frequency_penalty")  # of these, what any server knows
 TIMEOUT_SECONDS = 600.0  # for one request: a long reply on a processor
 
 
 def served_model(http: httpx.Client, kind: str, endpoint: str, wanted: str | None) -> dict[str, Any]:
-    """A model that a server serves: its `id` and `owned_by`.
+    """A model that a server serves: its `id`, `owned_by` and `max_model_len` (None where the server does not say).
 
     Args:
         wanted: its name there; None: the only one.
@@ -36,7 +48,8 @@ def served_model(http: httpx.Client, kind: str, endpoint: str, wanted: str | Non
     """
     try:
         entries = http.get("/v1/models").raise_for_status().json()["data"]
-        models = {str(entry["id"]): entry.get("owned_by") for entry in entries}
+        models = {str(entry["id"]): entry for entry in entries}
+        named = {name: (entry.get("owned_by"), entry.get("max_model_len")) for name, entry in models.items()}
         if not models:
             raise ValueError("it serves no model")
     except (httpx.HTTPError, KeyError, TypeError, ValueError, AttributeError) as error:
@@ -47,7 +60,8 @@ def served_model(http: httpx.Client, kind: str, endpoint: str, wanted: str | Non
     if wanted is not None and wanted not in models:
         raise InputError("--model", wanted, f"{endpoint} serves {', '.join(models)}")
     model = wanted if wanted is not None else next(iter(models))
-    return {"id": model, "owned_by": models[model]}
+    owner, longest = named[model]
+    return {"id": model, "owned_by": owner, "max_model_len": longest}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +93,9 @@ class EngineClient:
     def __init__(self, url: str, model: str | None = None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._http = httpx.Client(base_url=self.url, timeout=TIMEOUT_SECONDS, trust_env=False)
-        self.model: str = served_model(self._http, "vLLM", url, model)["id"]
+        found = served_model(self._http, "vLLM", url, model)
+        self.model: str = found["id"]
+        self.max_model_len: int | None = found["max_model_len"]
 
     def __enter__(self) -> EngineClient:
         return self
@@ -91,24 +107,17 @@ class EngineClient:
         """Decode one prompt of token ids.
 
         Args:
-            sampling: max_tokens, temperature, top_p, top_k, seed, stop, ignore_eos.
+            sampling: max_tokens, temperature, top_p, top_k, seed, stop, ignore_eos; what is left out is neutral,
+                whatever the verifier's generation_config.json says.
         """
-        body = {"prompt": prompt, "return_token_ids": True, "stop_token_ids": stop_ids, **sampling}
-        answer = self._post(body).json()
+        answer = self._post(_body(prompt, stop_ids, sampling)).json()
         choice = answer["choices"][0]
         measured = (answer.get("metrics") or {}).get("speculative_decoding") or {}
         return Served(answer["id"], list(choice["token_ids"]), list(measured.get("per_step_accepted") or []))
 
     def stream(self, prompt: list[int], stop_ids: list[int], **sampling: Any) -> Iterator[list[int]]:
         """Token ids of one reply, as many at a time as the server sends."""
-        body = {
-            "model": self.model,
-            "prompt": prompt,
-            "return_token_ids": True,
-            "stop_token_ids": stop_ids,
-            "stream": True,
-            **sampling,
-        }
+        body = {"model": self.model, "stream": True, **_body(prompt, stop_ids, sampling)}
         with self._http.stream("POST", "/v1/completions", json=body) as answer:
             if answer.is_error:
                 answer.read()
@@ -122,6 +131,16 @@ class EngineClient:
                 for choice in event["choices"]:
                     if choice.get("token_ids"):
                         yield list(choice["token_ids"])
+
+    def num_speculative_tokens(self, prompt: list[int]) -> int | None:
+        """Tokens that the server proposes a round; None: it has no draft, or does not say.
+
+        Args:
+            prompt: any that it reads.
+        """
+        answer = self._post(_body(prompt, [], {"max_tokens": 2, "temperature": 0, "ignore_eos": True})).json()
+        measured = (answer.get("metrics") or {}).get("speculative_decoding") or {}
+        return measured.get("num_spec_tokens")
 
     def counters(self) -> dict[str, int]:
         """The engine's own counts of drafts, proposed and accepted tokens since it started; 0 without a draft."""
@@ -139,6 +158,10 @@ class EngineClient:
 
     def _failure(self, answer: httpx.Response) -> BlockdraftError:
         return BlockdraftError(f"the server at {self.url} refused ({answer.status_code}): {answer.text[:300]}")
+
+
+def _body(prompt: list[int], stop_ids: list[int], sampling: dict[str, Any]) -> dict[str, Any]:
+    return {**NEUTRAL, "prompt": prompt, "return_token_ids": True, "stop_token_ids": stop_ids, **sampling}
 
 
 def wait_until_ready(url: str, alive: Any, seconds: float) -> None:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import importlib.metadata
+import itertools
 import json
 import os
-import signal
 import socket
-import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from blockdraft.contract import Contract
-from blockdraft.errors import BlockdraftError, InputError
+from blockdraft.errors import InputError
 from blockdraft.models.config import DraftConfig
-from blockdraft.serving.client import wait_until_ready
 from blockdraft.serving.cpu_wheel import NAME, WHEEL, installed
+from blockdraft.serving.load import Steps, engine_ranges
 from blockdraft.serving.plugin import is_known, require_servable, unknown_engine
 from blockdraft.serving.record import RECORD_PATH
 from blockdraft.serving.support import T5GEMMA2, require_hidden_states
@@ -72,9 +71,20 @@ def method_of(contract: Contract, v1_runner: bool) -> str:
     return "dspark" if contract.method == "dspark" and not v1_runner else "dflash"
 
 
-def speculative_config(folder: Path, contract: Contract, k: int, v1_runner: bool) -> dict[str, object]:
-    """What `--speculative-config` gets."""
-    return {"model": str(folder), "method": method_of(contract, v1_runner), "num_speculative_tokens": k}
+def speculative_config(
+    folder: Path, contract: Contract, k: int, v1_runner: bool, by_load: Steps | None = None
+) -> dict[str, object]:
+    """What `--speculative-config` gets.
+
+    Args:
+        by_load: K by the number of requests at once; `k` is the largest.
+    """
+    config: dict[str, object] = {
+        "model": str(folder),
+        "method": method_of(contract, v1_runner),
+        "num_speculative_tokens": k,
+    }
+    return config | ({"num_speculative_tokens_per_batch_size": engine_ranges(by_load)} if by_load else {})
 
 
 def engine_environment(threads: int, cpu: bool, v1_runner: bool) -> dict[str, str]:
@@ -103,6 +113,7 @@ def launch(
     verifier: str,
     *,
     k: int,
+    by_load: Steps | None = None,
     dtype: str,
     host: str,
     port: int,
@@ -125,7 +136,7 @@ def launch(
         if argument.split("=")[0] in OURS:
             raise InputError(argument, "engine flag", "blockdraft serve sets it itself; use its own flags")
     require_free(host, port)
-    speculative = speculative_config(folder, contract, k, v1_runner)
+    speculative = speculative_config(folder, contract, k, v1_runner, by_load)
     command = [
         *(str(Path(sys.executable).with_name("vllm")), "serve", verifier),
         *("--dtype", dtype, "--host", host, "--port", str(port)),
@@ -141,12 +152,31 @@ def launch(
     url = f"http://{host}:{port}"
     kinds = sorted({"full" if window is None else f"sliding {window}" for window in config.windows})
     summary = (
-        f"serving {verifier} in {dtype} with a {contract.method} draft (engine method {speculative['method']}), K={k}, "
+        f"serving {verifier} in {dtype} with a {contract.method} draft (engine method {speculative['method']}), K={k}"
+        + "".join(f", {smaller} above {most} requests at once" for most, smaller in _changes(by_load))
+        + ", "
         f"context {' and '.join(kinds)}, "
         + "".join(f"{name.replace('_', ' ')} {value}, " for name, value in (template_options or {}).items())
         + f"at {url}"
     )
     return Launch(command, environment, summary, url)
+
+
+def _changes(by_load: Steps | None) -> Steps:
+    """Numbers of requests above which K becomes another one."""
+    steps = by_load or []
+    return [(before[0], after[1]) for before, after in itertools.pairwise(steps)]
+
+
+def without_draft(plan: Launch, port: int) -> Launch:
+    """The same server without its draft, on another port."""
+    command = list(plan.command)
+    for flag in ("--speculative-config", "--per-request-spec-decode-metrics"):
+        at = command.index(flag)
+        del command[at : at + 2]
+    command[command.index("--port") + 1] = str(port)
+    host = command[command.index("--host") + 1]
+    return dataclasses.replace(plan, command=command, summary="", url=f"http://{host}:{port}")
 
 
 def require_free(host: str, port: int) -> None:
@@ -169,71 +199,3 @@ def require_plugin() -> None:
     wanted = os.environ.get("VLLM_PLUGINS")
     if wanted is not None and PLUGIN not in wanted.split(","):
         raise InputError("VLLM_PLUGINS", wanted, f"leaves out the plugin; add {PLUGIN} or unset it")
-
-
-def serve_until_stopped(plan: Launch) -> None:
-    """Run a server in the foreground; SIGTERM and Ctrl-C end it, and nothing of it is left behind.
-
-    Raises:
-        BlockdraftError: it ended by itself.
-    """
-    process = subprocess.Popen(plan.command, env={**os.environ, **plan.environment}, start_new_session=True)
-    stopped = False
-
-    def end(*_: object) -> None:
-        nonlocal stopped
-        stopped = True
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-
-    previous = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        code = process.wait()
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-        _end_group(process)
-    if not stopped:
-        raise BlockdraftError(f"vLLM ended by itself with exit code {code}; its own messages above say why")
-
-
-@contextlib.contextmanager
-def running(plan: Launch, log: Path, ready_seconds: float = 600.0) -> Iterator[subprocess.Popen[bytes]]:
-    """A server in the background, healthy when the body starts and gone when it ends.
-
-    Args:
-        log: file for what the engine says.
-
-    Raises:
-        BlockdraftError: it did not come up; the end of the log is in the message.
-    """
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            plan.command, env={**os.environ, **plan.environment}, stdout=output, stderr=output, start_new_session=True
-        )
-    try:
-        try:
-            wait_until_ready(plan.url, lambda: process.poll() is None, ready_seconds)
-        except BlockdraftError as error:
-            said = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
-            raise BlockdraftError(f"{error}:\n{said}") from None
-        yield process
-    finally:
-        stop(process)
-
-
-def stop(process: subprocess.Popen[bytes], seconds: float = 60.0) -> int:
-    """Ask a server to end, and its whole group if it does not; returns its exit code."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-    try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        _end_group(process)
-        return process.wait()
-
-
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of a server's processes."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)

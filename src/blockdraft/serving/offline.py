@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from blockdraft.errors import BlockdraftError
+from blockdraft.progress import say
 from blockdraft.serving.client import COUNTERS, Served
+from blockdraft.serving.engine_log import cause
 from blockdraft.serving.record import RECORD_PATH, Blocks, read
 
 LOG_LINES = 15
@@ -64,7 +66,7 @@ def decode(requests: Sequence[Request], environment: dict[str, str]) -> list[Dec
         environment: variables added to this process's own (`launcher.engine_environment`).
 
     Raises:
-        BlockdraftError: the engine failed; the end of what it said is in the message.
+        BlockdraftError: the engine failed; its cause is in the message, the end of what it said goes to stderr.
     """
     with tempfile.TemporaryDirectory() as folder:
         variables = {**os.environ, **environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -78,8 +80,9 @@ def decode(requests: Sequence[Request], environment: dict[str, str]) -> list[Dec
         )
         answers = [_answer_path(folder, index) for index in range(len(requests))]
         if done.returncode or not all(answer.is_file() for answer in answers):
-            said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-LOG_LINES:])
-            raise BlockdraftError(f"vLLM failed with exit code {done.returncode}:\n{said}")
+            lines = (done.stdout + "\n" + done.stderr).strip().splitlines()
+            say("\n".join(lines[-LOG_LINES:]))
+            raise BlockdraftError(f"vLLM failed: {cause(lines, done.returncode)}")
         results = []
         for index, answer in enumerate(answers):
             found = json.loads(answer.read_text(encoding="utf-8"))

@@ -2,8 +2,8 @@
 
 It registers the draft family under the engine's method "dflash": checkpoints of type dflare, dspark (where the runner
 has no dspark of its own) and our mixtures load `draft_model.BlockDraftForCausalLM`; DFlash checkpoints stay with the
-engine's own class. What the engine's proposer must do differently for them is wrapped around its methods, and two
-faults of the engine on processors are mended for every draft (`_mend_context_key_norm`, `_mend_sampling`).
+engine's own class. What the engine's proposer must do differently for them is wrapped around its methods, and faults of
+the engine are patched for every draft (`_mend_context_key_norm`, `_keep_windows_apart`, `sampling`, `request_checks`).
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from blockdraft.checkpoints.speculators import CONTRACT_KEY, parse_config
 from blockdraft.contract import Contract
 from blockdraft.errors import InputError
 from blockdraft.models.config import MIXTURE, DraftConfig
+from blockdraft.serving.request_checks import patch_requests
+from blockdraft.serving.sampling import patch_sampling
 from blockdraft.serving.support import PATCHED, T5GEMMA2
 
 KNOWN_ENGINES = ("0.32",)
@@ -48,7 +47,8 @@ def register() -> None:
     _serve_as_dflash()
     vllm.ModelRegistry.register_model(ARCHITECTURE, "blockdraft.serving.draft_model:BlockDraftForCausalLM")
     _mend_context_key_norm()
-    _mend_sampling()
+    patch_sampling()
+    patch_requests(on_v1_runner())
     _keep_windows_apart()
     _extend_proposer()
     _give_hidden_states()
@@ -190,32 +190,6 @@ def _keep_windows_apart() -> None:
     DFlashQwen3DecoderLayer.__init__ = with_its_own
 
 
-def _mend_sampling() -> None:
-    """vLLM 0.32's kernel on processors that repeats a request's temperature for each of its tokens loses what it wrote.
-
-    It converts the output to integers and fills the copy. Sampling with any draft then draws from distributions of an
-    uninitialised temperature: the text is not the verifier's any more. Greedy decoding does not pass through it.
-    """
-    from vllm.platforms import current_platform
-    from vllm.v1.sample import rejection_sampler
-
-    if current_platform.is_cpu():
-        rejection_sampler.expand_batch_to_tokens = repeated_for_tokens
-
-
-def repeated_for_tokens(
-    values_R: Tensor, cumulated_R: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
-) -> Tensor:
-    """Each request's value for each of its tokens, [num_tokens]; `replace_from` becomes `replace_to`.
-
-    Args:
-        cumulated_R: number of tokens of the requests up to each, cumulated.
-    """
-    counts = torch.diff(cumulated_R, prepend=cumulated_R.new_zeros(1))
-    values = torch.where(values_R == replace_from, replace_to, values_R).to(values_R.dtype)
-    return values.repeat_interleave(counts, output_size=num_tokens)
-
-
 def _extend_proposer() -> None:
     """Teach the engine's DFlash proposer blocks that sample from the anchor, sequential heads, and to keep a record."""
     from vllm.v1.spec_decode.dflash import DFlashProposer
@@ -254,6 +228,7 @@ def _serve_t5gemma2() -> None:
     for owner, name, wrapper in (
         (BaseRenderer, "process_for_engine", hooks.process_prompt),
         (BaseRenderer, "process_for_engine_async", hooks.process_prompt),
+        (BaseRenderer, "get_dec_start_token_id", hooks.decoder_start_token),
         (GPUModelRunner, "_execute_mm_encoder", hooks.execute_encoder),
     ):
         setattr(owner, name, functools.partialmethod(wrapper, getattr(owner, name)))

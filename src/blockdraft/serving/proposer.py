@@ -69,9 +69,9 @@ def validate_same_kv_cache_group(proposer: Any, stock: Stock, kv_cache_config: A
 def set_inputs_first_pass(proposer: Any, stock: Stock, *args: Any, **kwargs: Any) -> tuple[int, Tensor, Any]:
     """Blocks that sample from the anchor have one slot fewer, and all of them propose."""
     model = _ours(proposer)
-    if model is None or not model.draft_config.sample_from_anchor:
+    proposed = proposer.num_speculative_tokens  # 0 where K depends on the load: the context is written all the same
+    if model is None or not model.draft_config.sample_from_anchor or not proposed:
         return stock(proposer, *args, **kwargs)
-    proposed = proposer.num_speculative_tokens
     proposer.num_speculative_tokens = proposed - 1
     try:
         total, _, metadata = stock(proposer, *args, **kwargs)
@@ -113,8 +113,8 @@ def sample_draft_tokens(
 def propose(proposer: Any, stock: Stock, *args: Any, **kwargs: Any) -> Tensor:
     """Propose, and where a record is asked for, write down what was proposed for which request at which anchor."""
     drafted = stock(proposer, *args, **kwargs)
-    if path := os.environ.get(RECORD_PATH):
-        rows = len(drafted)
+    path, rows = os.environ.get(RECORD_PATH), len(drafted)
+    if path and drafted.shape[1]:
         requests = proposer._blockdraft_runner.input_batch.req_ids[:rows]
         anchors = _first_slots(proposer, proposer.positions, rows).tolist()
         append(Path(path), requests, anchors, drafted.tolist())

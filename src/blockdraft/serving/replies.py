@@ -21,7 +21,7 @@ from blockdraft.data.requests import Request
 from blockdraft.data.templates import ChatTemplate
 from blockdraft.errors import BlockdraftError
 from blockdraft.progress import Advance, progress
-from blockdraft.serving.client import served_model
+from blockdraft.serving.client import NEUTRAL, OPENAI, served_model
 from blockdraft.settings import RegenerateSettings
 
 _KEY = "OPENAI_API_KEY"
@@ -146,7 +146,9 @@ class _Asking:
         settings = self.settings
         # A request's own seed makes its sample the same in whatever order requests are answered.
         mark = hashlib.sha256(f"{settings.seed}/{request.id}/{request.turn}".encode()).digest()
+        known = NEUTRAL if self.server.gives_ids else {name: NEUTRAL[name] for name in OPENAI}
         body: dict[str, Any] = {
+            **known,
             "model": self.server.model,
             "max_tokens": settings.max_new_tokens,
             "temperature": settings.temperature,
@@ -155,7 +157,7 @@ class _Asking:
         }
         if self.server.gives_ids:
             body |= {"return_token_ids": True, "stop_token_ids": sorted(self.template.stop_ids)}
-            body |= {"top_k": settings.top_k} if settings.top_k else {}
+            body |= {"top_k": settings.top_k}
         # A source may have been cut, which messages cannot say.
         if not self.template.has_template or (self.template.start_id is not None and self.server.gives_ids):
             prompt: Any = request.prompt if self.server.gives_ids else self.template.render(request.messages)

@@ -42,6 +42,11 @@ class ServeSettings(OriginSettings):
     thinking: Thinking = setting("trained", THINKING_HELP)
     record: Path | None = setting(None, "append every proposed block to this file (JSON lines)")
     dry_run: bool = setting(False, "print the command and its environment, start nothing")
+    k_by_load: tuple[str, ...] = setting(
+        (), "K by requests at once, as UP_TO:K; 2:7 4:3 8:0 proposes 7 for up to 2, 3 for up to 4, 0 for more"
+    )
+    self_test: bool = setting(False, "measure at how many requests at once the draft stops paying, then serve")
+    data_path: Path | None = setting(None, "prompt file for --self-test (JSON lines); default: held-out records")
     engine_arguments: tuple[str, ...] = unparsed(ENGINE_HELP)
 
 

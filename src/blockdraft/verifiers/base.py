@@ -81,6 +81,11 @@ class Verifier(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     @property
+    def window(self) -> int | None:
+        """Positions that sliding layers see; None where all layers see everything."""
+        ...
+
+    @property
     def device(self) -> torch.device: ...
 
     def layer_shape(self) -> LayerShape:

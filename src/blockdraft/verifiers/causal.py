@@ -86,8 +86,8 @@ class CausalVerifier(InProcessVerifier):
         keys = torch.arange(cache.kv.longest + tokens_RW.shape[1], device=self.device)
         causal = keys <= positions_RW[..., None]
         mask: Any = causal[:, None]
-        if self._window is not None:
-            windowed = (causal & (keys > positions_RW[..., None] - self._window))[:, None]
+        if self.window is not None:
+            windowed = (causal & (keys > positions_RW[..., None] - self.window))[:, None]
             # Families whose layers have types take one mask a type, the others take one for all.
             mask = {FULL: mask, SLIDING: windowed} if layer_types(self._config) else windowed
         with self._recording(tap_ids) as taps:

@@ -39,7 +39,7 @@ class EncoderDecoderVerifier(InProcessVerifier):
         self._encoder = model.get_encoder().text_model
         self.encoder_length: int = config.encoder.text_config.max_position_embeddings
         self.image_ids = image_ids(config)
-        self.decoder_start = decoder_start(config, model.generation_config)
+        self.decoder_start = decoder_start(config, getattr(model.generation_config, "decoder_start_token_id", None))
 
     @property
     def _encoder_window(self) -> int:
@@ -50,7 +50,7 @@ class EncoderDecoderVerifier(InProcessVerifier):
         return self._decoder.embed_tokens(ids)
 
     def sides(self, prompt: Sequence[int], name: str) -> Sides:
-        check_source(prompt, name, self.encoder_length, self.image_ids, self.tokenizer)
+        check_source(prompt, name, self.model.config, self.tokenizer)
         return Sides([self.decoder_start], list(prompt))
 
     @torch.no_grad()
@@ -124,8 +124,8 @@ class EncoderDecoderVerifier(InProcessVerifier):
         at = positions_RW[:, None, :, None]
         keys = torch.arange(num_keys, device=self.device)
         causal = keys <= at
-        assert self._window is not None
-        own = {"full_attention": causal, "sliding_attention": causal & (keys > at - self._window)}
+        assert self.window is not None
+        own = {"full_attention": causal, "sliding_attention": causal & (keys > at - self.window)}
         real = torch.arange(width, device=self.device) < source_lengths[:, None]
         other = real[:, None, None].expand(-1, 1, positions_RW.shape[1], -1)
         return {"attention_mask": own, "encoder_attention_mask": {"full_attention": other}}
@@ -162,23 +162,41 @@ def image_ids(config: Any) -> frozenset[int]:
     return frozenset(index for index in named if index is not None and index < config.decoder.vocab_size)
 
 
-def decoder_start(config: Any, generation_config: Any) -> int:
-    """The token that a decoder's text begins with."""
-    named = getattr(generation_config, "decoder_start_token_id", None)
-    return config.decoder.bos_token_id if named is None else named
+def decoder_start(config: Any, named: int | None) -> int:
+    """The token that a decoder's text begins with, by a T5Gemma2Config.
 
-
-def check_source(source: Sequence[int], name: str, limit: int, images: frozenset[int], tokenizer: Any) -> None:
-    """Refuse a source that the encoder cannot read.
+    Args:
+        named: `decoder_start_token_id` of generation_config.json.
 
     Raises:
-        InputError: it is empty, longer than `limit`, or holds image tokens.
+        InputError: none is stated, or no token of the vocabulary.
     """
+    start = config.decoder.bos_token_id if named is None else named
+    if not isinstance(start, int) or not 0 <= start < config.decoder.vocab_size:
+        raise InputError(
+            "decoder_start_token_id",
+            start,
+            "a decoder's text begins with a token of the vocabulary; state one in generation_config.json",
+        )
+    return start
+
+
+def check_source(source: Sequence[int], name: str, config: Any, tokenizer: Any) -> None:
+    """Reject a source that the encoder of a T5Gemma2Config cannot read.
+
+    Raises:
+        InputError: it is empty, too long, or holds image tokens or what is no token.
+    """
+    limit = config.encoder.text_config.max_position_embeddings
+    vocab_size = min(config.encoder.text_config.vocab_size, config.decoder.vocab_size)
     if not source:
         raise InputError(name, "empty", "an encoder needs at least one token to read")
     if len(source) > limit:
         raise InputError(name, f"{len(source)} tokens", f"the verifier's encoder reads {limit}; shorten the source")
-    for token in images.intersection(source):
+    for token in source:
+        if not 0 <= token < vocab_size:
+            raise InputError(name, f"token {token}", f"the verifier has tokens 0 to {vocab_size - 1}")
+    for token in image_ids(config).intersection(source):
         raise InputError(
             name, f"token {token} ({tokenizer.decode([token])})", "stands for an image; only text is supported"
         )

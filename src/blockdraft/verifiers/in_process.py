@@ -61,8 +61,8 @@ class InProcessVerifier:
         return self.head_VE.device
 
     @property
-    def _window(self) -> int | None:
-        """Read where it is needed, since a proof shortens it."""
+    def window(self) -> int | None:
+        """Positions that sliding layers see. Read where it is needed, since a proof shortens it."""
         return window_of(self._config)
 
     def layer_shape(self) -> LayerShape:

@@ -66,4 +66,5 @@ def read_text_side(name_or_path: str, trust_remote_code: bool = False, revision:
     stops = stop_ids_of(generation, tokenizer)
     if not has_encoder(config):
         return TextSide(tokenizer, stops, None)
-    return TextSide(tokenizer, stops, decoder_start(config, generation), image_ids(config))
+    named = getattr(generation, "decoder_start_token_id", None)
+    return TextSide(tokenizer, stops, decoder_start(config, named), image_ids(config))

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from blockdraft.serving.t5gemma2.prompts import with_source
+from blockdraft.serving.t5gemma2.prompts import SourceProcessor, with_source
 
 Stock = Callable[..., Any]
 
@@ -15,6 +15,15 @@ Stock = Callable[..., Any]
 def process_prompt(renderer: Any, stock: Stock, prompt: Any, arrival_time: float, **kwargs: Any) -> Any:
     """Around the renderer's `process_for_engine` and its asynchronous sister."""
     return stock(renderer, with_source(renderer, prompt), arrival_time, **kwargs)
+
+
+def decoder_start_token(renderer: Any, stock: Stock) -> int:
+    """Around the renderer's `get_dec_start_token_id`, which would look for the tokenizer's BOS and fail without one.
+
+    The decoder's prompt is made by our processor, with the start token that the in-process verifier has too.
+    """
+    processor = renderer.mm_processor
+    return processor.info.decoder_start() if isinstance(processor, SourceProcessor) else stock(renderer)
 
 
 def execute_encoder(runner: Any, stock: Stock, scheduler_output: Any) -> list[Tensor]:

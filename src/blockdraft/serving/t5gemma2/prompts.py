@@ -22,7 +22,7 @@ from vllm.multimodal.processing import (
 )
 
 from blockdraft.errors import InputError
-from blockdraft.verifiers.encoder_decoder import check_source, image_ids
+from blockdraft.verifiers.encoder_decoder import check_source, decoder_start
 
 MODALITY = "text"
 PLACE = 0  # stands in the encoder's prompt until the source takes its place
@@ -32,7 +32,10 @@ class Sources(ProcessorBatchItems):
     """Token ids of sources."""
 
     def __init__(self, data: Sequence[Any]) -> None:
-        super().__init__([np.asarray(source, dtype=np.int64) for source in data], MODALITY)
+        try:
+            super().__init__([np.asarray(source, dtype=np.int64) for source in data], MODALITY)
+        except OverflowError as error:
+            raise ValueError(f"prompt: {error}") from None  # what the server answers with 400
 
     def get_processor_data(self) -> Mapping[str, object]:
         return {}
@@ -70,7 +73,7 @@ class SourceInfo(BaseProcessingInfo):
         """The token that a decoder's text begins with."""
         generation = self.ctx.model_config.try_get_generation_config() or {}
         named = generation.get("decoder_start_token_id")
-        return int(self.get_hf_config().decoder.bos_token_id if named is None else named)
+        return decoder_start(self.get_hf_config(), named)
 
 
 class SourceDummies(BaseDummyInputsBuilder[SourceInfo]):
@@ -100,9 +103,7 @@ class SourceProcessor(EncDecMultiModalProcessor[SourceInfo]):
         sources = mm_items.get_items(MODALITY, Sources).get_all()
         for source in sources:
             try:
-                check_source(
-                    source.tolist(), "prompt", self.info.longest_source, image_ids(config), self.info.get_tokenizer()
-                )
+                check_source(source.tolist(), "prompt", config, self.info.get_tokenizer())
             except InputError as error:
                 raise ValueError(str(error)) from None  # what the server answers with 400
         return BatchFeature({"source_ids": [torch.from_numpy(source) for source in sources]})
