@@ -63,17 +63,21 @@ class SlotTargets:
         learnable_NK: supervised slots whose target the draft can say. A reduced vocabulary lacks some: such a slot has
             no loss, since nothing could make it right, and counts as wrong.
         teacher: the verifier's distributions, for objectives that need more than its token.
+        supervised: supervised slots of the whole step; None where it has no others than these.
     """
 
     ids_NK: Tensor
     mask_NK: Tensor
     learnable_NK: Tensor
     teacher: Teacher | None = None
+    supervised: int | None = None
 
     def __getitem__(self, blocks: slice) -> SlotTargets:
         """The targets of some of the blocks, without a teacher."""
-        return SlotTargets(self.ids_NK[blocks], self.mask_NK[blocks], self.learnable_NK[blocks])
+        ids, mask, learnable = self.ids_NK[blocks], self.mask_NK[blocks], self.learnable_NK[blocks]
+        return SlotTargets(ids, mask, learnable, supervised=self.supervised)
 
     def scale(self) -> Tensor:
         """1 / supervised slots of the step: the one normalisation of every objective."""
-        return 1 / self.mask_NK.sum().clamp_min(1)
+        own = self.mask_NK.sum()
+        return 1 / (own if self.supervised is None else torch.full_like(own, self.supervised)).clamp_min(1)

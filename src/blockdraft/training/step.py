@@ -52,6 +52,7 @@ def row_loss(
     blocks: Blocks,
     objective: Objective,
     softcap: float | None = None,
+    supervised: int | None = None,
 ) -> LossAndMetrics:
     """Loss and metrics of the blocks of a packed row whose documents have the given states.
 
@@ -59,6 +60,7 @@ def row_loss(
 
     Args:
         softcap: the verifier's, for objectives that learn its distribution.
+        supervised: supervised slots of the whole step, of which this row is a part; None: of this row.
     """
     taps = torch.cat([state.taps for state in states])
     greedy = torch.cat([state.greedy for state in states])
@@ -69,6 +71,7 @@ def row_loss(
     assert draft.head_VE is not None
     before, _ = positions_before(blocks, hidden.shape[1])
     targets = block_targets(greedy, blocks, hidden.shape[1], draft.vocabulary)
+    targets = dataclasses.replace(targets, supervised=supervised)
     if objective.needs_teacher:
         final = torch.cat([state.final for state in states if state.final is not None])
         targets = dataclasses.replace(targets, teacher=Teacher(final, before, draft.head_VE, softcap))
