@@ -147,7 +147,7 @@ def load_draft(folder: Path, verifier: Verifier, dtype: torch.dtype) -> tuple[Bl
         InputError: another verifier, or whatever `read_checkpoint` refuses.
     """
     found = read_checkpoint(folder)
-    found.contract.require_verifier(verifier.identity, verifier.final_norm, verifier.logit_softcap)
+    found.contract.require_verifier(verifier.identity, verifier.logit_softcap)
     draft = BlockDraft(found.config)
     draft.load_state_dict({name: found.tensors[FILE_NAMES.get(name, name)] for name in draft.state_dict()})
     draft.to(device=verifier.device, dtype=dtype).requires_grad_(False).eval()
