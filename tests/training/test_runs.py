@@ -261,7 +261,7 @@ def test_the_gradient_of_a_step_is_that_of_all_its_rows_at_once(
     trainer.draft.zero_grad()
     outcome = row_loss(
         trainer.draft, pack_row([trainer.train[index] for index in indices]), trainer.states.get(indices), blocks,
-        trainer.objective.at(0.0),
+        trainer.objective.at(0.0), whole_head_VE=exact_verifier.head_VE,
     )  # fmt: skip
     outcome.loss.backward()
     assert loss == pytest.approx(float(outcome.loss.detach()), rel=1e-6)

@@ -282,8 +282,9 @@ class Trainer:
             states = self.states.get(row.indices, noise_std=self.settings.noise_std, generator=row.generator)
             with self._autocast():
                 outcome = row_loss(
-                    self.draft, row.packed, states, row.blocks, objective, self.verifier.logit_softcap, supervised
-                )
+                    self.draft, row.packed, states, row.blocks, objective, self.verifier.logit_softcap, supervised,
+                    self.verifier.head_VE,
+                )  # fmt: skip
             outcome.loss.backward()
             total += float(outcome.loss.detach())
             metrics = outcome.metrics if metrics is None else metrics + outcome.metrics
