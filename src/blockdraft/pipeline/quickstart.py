@@ -19,6 +19,7 @@ from blockdraft.data.vocabulary import occurring_tokens
 from blockdraft.data.workloads import workload_prompts
 from blockdraft.decoding.engine import DecodingEngine
 from blockdraft.decoding.identity import TIE_CEILING
+from blockdraft.errors import InputError
 from blockdraft.files import locked, read_json, write_json
 from blockdraft.fingerprint import fingerprint
 from blockdraft.ops.acceptance import AcceptanceCounts
@@ -51,6 +52,7 @@ EXACT_K, SHOWN_KS = 7, (3, 7)
 RESULT_FORMAT = 2  # 2: `failures`
 TIE_RULE = "measured bound"  # part of what determines a result: results of another rule are not reused
 REGENERATE_BATCH = 64
+MOST_EPOCHS = 10**6
 TRAIN_SHARE = 0.95  # few prompts: most of them are needed for training
 
 
@@ -211,10 +213,24 @@ def _train(run: Run, verifier: _Lazy) -> Path:
         epochs = max(0.01, round(run.settings.minutes * 60 / seconds / trainer.steps_per_epoch, 2))
         write_json(run.plan, {"seconds_per_step": seconds, "epochs": epochs})
         say(f"      {seconds:.2f} s a step: {epochs:g} epochs in {run.settings.minutes:g} minutes")
-    plan = checked({"epochs": float}, read_json(run.plan, "--save-path"), f"--save-path {run.plan}")
-    settings = dataclasses.replace(base, epochs=plan["epochs"])
+    settings = dataclasses.replace(base, epochs=planned_epochs(run.plan))
     train(settings, verifier(), states)
     return checkpoint
+
+
+def planned_epochs(path: Path) -> float:
+    """How long to train, as a plan has it."""
+    where = f"--save-path {path}"
+    epochs: float = checked({"epochs": float}, read_json(path, "--save-path"), where)["epochs"]
+    if not 0 < epochs <= MOST_EPOCHS:
+        raise InputError(f"{where} epochs", epochs, "is no number of epochs; the file is damaged, delete it")
+    return epochs
+
+
+def earlier_result(path: Path) -> dict[str, Any]:
+    """The result of an earlier quickstart."""
+    found: dict[str, Any] = checked(_RESULT, read_json(path, "--save-path"), f"--save-path {path}")
+    return found
 
 
 # What is shown of an earlier result.
@@ -237,8 +253,7 @@ def _measure(run: Run, checkpoint: Path, heldout: list) -> dict[str, Any]:
     record = checkpoint.parent / f"results-{fingerprint(facts)}.json"
     if record.is_file():
         say("      done before")
-        earlier: dict[str, Any] = checked(_RESULT, read_json(record, "--save-path"), f"--save-path {record}")
-        return earlier
+        return earlier_result(record)
     sampling = SamplingSettings(max_new_tokens=settings.max_new_tokens)
     exact = _exactness(run, checkpoint, heldout, sampling)
     pair = _pair(run, checkpoint, dtype_name(run.dtype))
