@@ -13,9 +13,11 @@ from typing import Any, ClassVar
 
 from blockdraft.errors import InputError
 from blockdraft.progress import say
+from blockdraft.typed import checked
 
 # 2: a window moves with the slot; in 1 it was measured from the anchor. 3: `embedding`. 4: `matrices_digest`.
-CONTRACT_VERSION = 4
+# 5: without `final_norm`, which nothing read and which was wrong for norms that are neither w nor (1 + w).
+CONTRACT_VERSION = 5
 TAP_CONVENTION = "after_layers"  # tap i = residual stream after i decoder layers (vLLM's and Speculators' numbering)
 TAP_KIND = "residual_stream"  # never a branch before its residual add
 
@@ -78,8 +80,6 @@ class Contract:
     tap_kind: str
     tap_standardisation: str
     """"none", "folded" (already inside the projection) or "explicit" (tensors tap_direction and tap_scale)."""
-    final_norm: str
-    """Final norm that the targets went through: "rms" (x * w) or "rms_plus_one" (x * (1 + w))."""
     logit_softcap: float | None
     mask_token_id: int
     sample_from_anchor: bool
@@ -100,19 +100,19 @@ class Contract:
 
     @classmethod
     def from_dict(cls, raw: Any, where: str) -> Contract:
-        """Read an upgraded contract; missing and unknown fields, unknown versions and conventions are rejected."""
-        raw = _exact_fields(cls, raw, where)
-        verifier = VerifierIdentity(**_exact_fields(VerifierIdentity, raw["verifier"], f"{where} verifier"))
-        for name in ("tap_ids", "windows", "causal"):
-            raw[name] = tuple(raw[name])
-        contract = cls(**{**raw, "verifier": verifier})
+        """Read an upgraded contract.
+
+        Raises:
+            InputError: a missing or unknown field, a value of another type, an unknown version or convention.
+        """
+        contract: Contract = checked(cls, raw, where)
         known = {"version": CONTRACT_VERSION, "tap_convention": TAP_CONVENTION, "tap_kind": TAP_KIND}
         for name, value in known.items():
             if getattr(contract, name) != value:
                 raise InputError(f"{where} {name}", getattr(contract, name), f"this blockdraft knows {value!r} only")
         return contract
 
-    def require_verifier(self, found: VerifierIdentity, final_norm: str, logit_softcap: float | None) -> None:
+    def require_verifier(self, found: VerifierIdentity, logit_softcap: float | None) -> None:
         """Reject a verifier other than the one the draft was trained for, naming the first field that differs.
 
         Says so in one line where the matrices of the two cannot be compared.
@@ -123,7 +123,6 @@ class Contract:
             say(f"the matrices of {found.name} were not compared, only its norms: {self._why_not_compared(found)}")
         pairs = [
             *((name, getattr(self.verifier, name), getattr(found, name)) for name in names),
-            ("final_norm", self.final_norm, final_norm),
             ("logit_softcap", self.logit_softcap, logit_softcap),
         ]
         for name, wanted, got in pairs:
@@ -147,27 +146,22 @@ class Contract:
 
 
 def upgraded(raw: Any, where: str) -> Any:
-    """A contract of version 3 as one of version 4, which says nothing of the matrices; anything else as it is.
+    """A contract of version 3 or 4 as one of version 5; anything else as it is.
+
+    Version 3 says nothing of the matrices, and both state a final norm that nothing reads.
 
     Raises:
         InputError: it scales embeddings, which no engine did.
     """
-    if not isinstance(raw, dict) or raw.get("version") != 3 or not isinstance(raw.get("verifier"), dict):
+    if not isinstance(raw, dict) or raw.get("version") not in (3, 4) or not isinstance(raw.get("verifier"), dict):
         return raw
-    scale = raw.get("embedding_scale")
-    if scale != 1.0:
-        raise InputError(f"{where} embedding_scale", scale, "must be 1.0; engines do not scale; train the draft again")
-    kept = {name: value for name, value in raw.items() if name != "embedding_scale"}
-    verifier = {**raw["verifier"], "revision": None, "matrices_digest": None}
+    kept, verifier = dict(raw), dict(raw["verifier"])
+    kept.pop("final_norm", None)
+    if raw["version"] == 3:
+        scale = kept.pop("embedding_scale", None)
+        if scale != 1.0:
+            raise InputError(
+                f"{where} embedding_scale", scale, "must be 1.0; engines do not scale; train the draft again"
+            )
+        verifier |= {"revision": None, "matrices_digest": None}
     return {**kept, "version": CONTRACT_VERSION, "verifier": verifier}
-
-
-def _exact_fields(cls: type, raw: Any, where: str) -> dict[str, Any]:
-    wanted = {field.name for field in dataclasses.fields(cls)}
-    if not isinstance(raw, dict):
-        raise InputError(where, type(raw).__name__, "must be a mapping of contract fields")
-    for name in sorted(wanted - raw.keys()):
-        raise InputError(f"{where} {name}", "missing", "the checkpoint's contract must state it; export it again")
-    for name in sorted(raw.keys() - wanted):
-        raise InputError(f"{where} {name}", raw[name], "unknown contract field; written by a newer blockdraft?")
-    return dict(raw)

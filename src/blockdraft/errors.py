@@ -1,10 +1,18 @@
 """The errors a user can meet. Each message is one line that names the field, its value and the remedy."""
 
+import re
+
+_BREAKS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # what breaks a line, or cannot be printed
+_LONGEST_VALUE = 400
+
 
 class BlockdraftError(Exception):
     """Something went wrong after work had started. The command line ends with exit code 1."""
 
     exit_code = 1
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_BREAKS.sub(lambda found: found[0].encode("unicode_escape").decode(), message))
 
 
 class InputError(BlockdraftError):
@@ -20,4 +28,7 @@ class InputError(BlockdraftError):
 
     def __init__(self, field: str, value: object, remedy: str) -> None:
         self.field, self.value, self.remedy = field, value, remedy
-        super().__init__(f"{field}: {value}: {remedy}")
+        shown = str(value)
+        if len(shown) > _LONGEST_VALUE:
+            shown = f"{shown[: _LONGEST_VALUE // 2]} ... {shown[-_LONGEST_VALUE // 4 :]}"
+        super().__init__(f"{field}: {shown}: {remedy}")

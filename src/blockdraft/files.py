@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import json
 import os
 import shutil
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from blockdraft.errors import BlockdraftError, InputError
+
+LOCK = ".lock"
 
 
 @contextlib.contextmanager
@@ -42,11 +45,16 @@ def reading(path: Path, field: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn what goes wrong while `path` is written into a BlockdraftError of one line."""
+def writing(path: Path, *others: type[Exception]) -> Iterator[None]:
+    """Turn what goes wrong while `path` is written into a BlockdraftError of one line.
+
+    Args:
+        others: what a library raises in place of an OSError when the disk is full.
+    """
+    failures: tuple[type[Exception], ...] = (OSError, *others)
     try:
         yield
-    except OSError as error:
+    except failures as error:
         raise BlockdraftError(f"{path}: cannot be written ({reason(error)})") from None
 
 
@@ -68,10 +76,14 @@ def read_text(path: Path, field: str) -> str:
 
 
 def read_json(path: Path, field: str) -> Any:
-    """Read a JSON file; see `read_text` for what is an InputError."""
+    """Read a JSON file; see `read_text` for what is an InputError. NaN and infinities are no JSON."""
     text = read_text(path, field)
     with reading(path, field):
-        return json.loads(text)
+        return json.loads(text, parse_constant=_no_json)
+
+
+def _no_json(name: str) -> None:
+    raise ValueError(f"{name} is not valid JSON")
 
 
 def read_json_object(path: Path, field: str) -> dict[str, Any]:
@@ -93,7 +105,7 @@ def write_bytes(path: Path, content: bytes) -> None:
     Raises:
         BlockdraftError: the disk is full or read-only, or a file stands where a folder should.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = _temporary(path)
     with writing(path):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -135,7 +147,8 @@ def require_free(folder: Path, field: str, own: str | None = None) -> None:
         own: beginning of the names of files that an earlier run left to go on from.
     """
     require_writable(folder, field)
-    if folder.exists() and any(own is None or not path.name.startswith(own) for path in folder.iterdir()):
+    others = (path.name for path in folder.iterdir() if path.name != LOCK) if folder.exists() else ()
+    if any(own is None or not name.startswith(own) for name in others):
         raise InputError(field, folder, "holds something else; choose another folder")
 
 
@@ -143,11 +156,11 @@ def require_free(folder: Path, field: str, own: str | None = None) -> None:
 def locked(folder: Path, field: str) -> Iterator[None]:
     """Hold a folder for one process: whoever comes second gets an InputError that names the first.
 
-    The lock is on a file beside the folder, so that the folder itself may be replaced; the system drops it when the
-    process ends, however it ends.
+    The lock is on a file beside the folder, so that the folder itself may be replaced; inside of it only where nobody
+    may write beside it, as with a disk of its own. The system drops it when the process ends, however it ends.
     """
     require_writable(folder, field)
-    path = folder.absolute().parent / f".{folder.name}.lock"
+    path = _lock_file(folder.resolve())
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = _lock(path)
@@ -162,6 +175,13 @@ def locked(folder: Path, field: str) -> Iterator[None]:
     finally:
         path.unlink(missing_ok=True)
         os.close(descriptor)
+
+
+def _lock_file(folder: Path) -> Path:
+    beside = folder.parent
+    if folder.is_dir() and (beside == folder or not os.access(beside, os.W_OK)):
+        return folder / LOCK
+    return beside / f".{folder.name}{LOCK}"
 
 
 def _lock(path: Path) -> int | None:
@@ -189,7 +209,7 @@ def replacing(folder: Path) -> Iterator[Path]:
     When the body raises, nothing of it stays behind; what a killed process left is taken away, or taken back where it
     was killed between the two renamings.
     """
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    temporary = _temporary(folder)
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         _clear_remains(folder)
@@ -217,15 +237,33 @@ def _take_its_place(temporary: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def _temporary(path: Path) -> Path:
+    """Where a file or folder is made; the name says by which process."""
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
 def _clear_remains(folder: Path) -> None:
-    for path in folder.parent.glob(f".{folder.name}.*"):
-        process, _, kind = path.name.removeprefix(f".{folder.name}.").partition(".")
-        if kind not in ("tmp", "old") or not process.isdigit() or _is_alive(int(process)):
+    for path in folder.parent.glob(f".{glob.escape(folder.name)}.*"):
+        own = path.stem.rpartition(".")[0] == f".{folder.name}"  # and not that of a longer name
+        if not (own and _is_left_behind(path)):
             continue
-        if kind == "old" and not folder.exists():
+        if path.suffix == ".old" and not folder.exists():
             path.replace(folder)
         else:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def clear_temporaries(folder: Path, pattern: str) -> None:
+    """Remove the temporary files below `folder` that match and whose process is gone."""
+    for path in folder.glob(pattern):
+        if path.is_file() and _is_left_behind(path):
+            path.unlink(missing_ok=True)
+
+
+def _is_left_behind(path: Path) -> bool:
+    """Whether a name is that of a temporary or replaced file or folder, and its process is gone."""
+    _, _, process = path.stem.rpartition(".")
+    return path.suffix in (".tmp", ".old") and process.isdigit() and not _is_alive(int(process))
 
 
 def _is_alive(process: int) -> bool:
@@ -233,6 +271,6 @@ def _is_alive(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
+    except (PermissionError, OverflowError):
         return True
     return True

@@ -81,7 +81,6 @@ STATEMENTS: dict[str, Callable[[Config], None]] = {
     "epsilon of norms": norm_epsilon,
     "compute dtype": contract("compute_dtype", "bfloat16"),
     "soft cap": contract("logit_softcap", 30.0),
-    "final norm": contract("final_norm", "rms_plus_one"),
     "norms of the verifier": lambda config: config["blockdraft"]["verifier"].update(norms_hash="0" * 16),
     "tokenizer of the verifier": lambda config: config["blockdraft"]["verifier"].update(tokenizer_hash="0" * 16),
 }

@@ -214,13 +214,13 @@ NOT_THE_SAME_TENSORS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*VerifierIdentity.COMPARED, "final_norm", "logit_softcap"])
+@pytest.mark.parametrize("name", [*VerifierIdentity.COMPARED, "logit_softcap"])
 def test_every_fact_of_the_verifier_rejects_another(name: str, tiny_verifier: CausalVerifier, tmp_path: Path) -> None:
     """Changed in every place that states it, so that the comparison with the verifier is all that can object."""
     draft = tiny_draft(tiny_verifier, tiny_config())
     save_draft(tmp_path / "d", draft, contract_of(draft, tiny_verifier), torch.float32, {})
     config = json.loads((tmp_path / "d" / CONFIG).read_text())
-    place = config["blockdraft"] if name in ("final_norm", "logit_softcap") else config["blockdraft"]["verifier"]
+    place = config["blockdraft"] if name == "logit_softcap" else config["blockdraft"]["verifier"]
     place[name] = other(place[name])
     if name == "architecture":
         config["speculators_config"]["verifier"]["architectures"] = [place[name]]
@@ -233,12 +233,30 @@ def test_every_fact_of_the_verifier_rejects_another(name: str, tiny_verifier: Ca
         load_draft(tmp_path / "d", tiny_verifier, torch.float32)
 
 
-def as_version_3(config: dict[str, Any], scale: float = 1.0) -> dict[str, Any]:
+def as_version_4(config: dict[str, Any]) -> dict[str, Any]:
     old = copy.deepcopy(config)
+    old["blockdraft"] |= {"version": 4, "final_norm": "rms"}
+    return old
+
+
+def as_version_3(config: dict[str, Any], scale: float = 1.0) -> dict[str, Any]:
+    old = as_version_4(config)
     old["blockdraft"] |= {"version": 3, "embedding_scale": scale}
     for name in ("matrices_digest", "revision"):
         del old["blockdraft"]["verifier"][name]
     return old
+
+
+def test_a_contract_of_version_4_states_a_norm_that_nothing_reads(
+    tiny_verifier: CausalVerifier, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draft = tiny_draft(tiny_verifier, tiny_config())
+    save_draft(tmp_path / "d", draft, contract_of(draft, tiny_verifier), torch.float32, {})
+    config = json.loads((tmp_path / "d" / CONFIG).read_text())
+    assert "final_norm" not in config["blockdraft"]
+    rewrite(tmp_path / "d", config=as_version_4(config))
+    _, contract = load_draft(tmp_path / "d", tiny_verifier, torch.float32)
+    assert contract == contract_of(draft, tiny_verifier) and capsys.readouterr().err == ""
 
 
 def test_a_contract_of_version_3_is_read_and_what_it_does_not_say_is_said(

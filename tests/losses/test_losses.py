@@ -9,6 +9,7 @@ import torch
 
 from blockdraft.errors import InputError
 from blockdraft.losses import chunked
+from blockdraft.losses import targets as targets_module
 from blockdraft.losses.chunked import Correction, chunked_head_loss
 from blockdraft.losses.metrics import BlockMetrics
 from blockdraft.losses.objective import Objective, parse_loss
@@ -27,7 +28,9 @@ OBJECTIVES = [
 ]
 
 
-def random_targets(num_blocks: int, masking: str, generator: torch.Generator, softcap: float | None) -> SlotTargets:
+def random_targets(
+    num_blocks: int, masking: str, generator: torch.Generator, softcap: float | None, whole: bool = False
+) -> SlotTargets:
     mask = torch.ones(num_blocks, SLOTS, dtype=torch.bool)
     if masking == "ragged":
         mask = torch.arange(SLOTS) < torch.randint(0, SLOTS + 1, (num_blocks, 1), generator=generator)
@@ -39,6 +42,7 @@ def random_targets(num_blocks: int, masking: str, generator: torch.Generator, so
         positions_NK=torch.randint(40, (num_blocks, SLOTS), generator=generator),
         head_VE=torch.randn(VOCAB, HIDDEN, generator=generator, dtype=torch.float64),
         softcap=softcap,
+        whole_head_VE=torch.randn(3 * VOCAB, HIDDEN, generator=generator, dtype=torch.float64) if whole else None,
     )
     ids = torch.randint(VOCAB, (num_blocks, SLOTS), generator=generator)
     return SlotTargets(ids, mask, learnable, teacher)
@@ -65,8 +69,9 @@ def test_chunked_head_equals_plain(
         "features": torch.randn(num_blocks, SLOTS, RANK, generator=generator, dtype=torch.float64),
         "weight": torch.randn(VOCAB, RANK, generator=generator, dtype=torch.float64),
     }
-    targets = random_targets(num_blocks, masking, generator, softcap)
+    targets = random_targets(num_blocks, masking, generator, softcap, whole=masking == "ragged")
     assert targets.teacher is not None
+    monkeypatch.setattr(targets_module, "HEAD_ROWS", 70)
     head = targets.teacher.head_VE
     results = []
     for function in (chunked_head_loss, plain_head_loss):

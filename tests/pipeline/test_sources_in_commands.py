@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from blockdraft.data.table import RECORD, read_documents
+from blockdraft.data.record import read_record
+from blockdraft.data.table import read_documents
 from blockdraft.errors import InputError
 from blockdraft.pipeline.check import check
 from blockdraft.pipeline.evaluate import evaluate
@@ -151,9 +152,9 @@ def test_data_of_the_other_kind_is_refused(
 
     with pytest.raises(InputError, match="another verifier wrote its replies"):
         train(stage.settings(verifier, data, "never"))
-    facts = module.read_json(stage.regenerated(data) / RECORD, "data")["facts"]
-    del facts["verifier"]
-    monkeypatch.setattr(module, "read_json", lambda *_: {"facts": facts})
+    record = read_record(stage.regenerated(data), "data")
+    del record["facts"]["verifier"]
+    monkeypatch.setattr(module, "read_record", lambda *_: record)
     with pytest.raises(InputError, match=says):
         train(stage.settings(verifier, data, "never"))
 

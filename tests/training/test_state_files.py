@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,12 +93,14 @@ def test_a_folder_grows_and_goes_on(verifiers: dict[str, Verifier], tmp_path: Pa
     files.prepare(DOCUMENTS[:7])
     kept = {path: path.read_bytes() for path in (tmp_path / "s").glob("*/*.safetensors")}
     assert len(kept) == 7
-    half = next(iter(kept)).with_name(".half.safetensors.1.tmp")
+    gone = subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True, check=True).stdout.strip()
+    half, growing = (next(iter(kept)).with_name(f".half.safetensors.{process}.tmp") for process in (gone, os.getppid()))
     half.write_bytes(b"half")
+    growing.write_bytes(b"half")  # of a process that is alive
     again = StateFiles(tmp_path / "s", maker)
     assert again.missing(DOCUMENTS) == list(range(7, 20))
     again.prepare(DOCUMENTS)
-    assert again.missing(DOCUMENTS) == [] and not half.exists()
+    assert again.missing(DOCUMENTS) == [] and not half.exists() and growing.exists()
     assert all(path.read_bytes() == content for path, content in kept.items())
     for found, wanted in zip(again.get(DOCUMENTS), maker.get(DOCUMENTS), strict=True):
         torch.testing.assert_close(found.taps, wanted.taps)

@@ -83,3 +83,35 @@ def test_two_losses_add_up_and_confidence_is_one_of_them(tiny_verifier: CausalVe
     assert both == pytest.approx(loss({"ce": 0.3}, 0.0) + loss({"tv": 0.7}, 0.0), rel=1e-5)
     extra = [loss({"tv": 1.0}, alpha) - loss({"tv": 1.0}, 0.0) for alpha in (1.0, 2.0)]
     assert extra[0] > 0 and extra[1] == pytest.approx(2 * extra[0], rel=1e-3)
+
+
+@pytest.mark.parametrize("loss", ["kl", "tv", "lk_hybrid", "ce"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_confidence_learns_what_the_verifier_accepts_of_all_its_tokens(family: str, loss: str) -> None:
+    """A reduced vocabulary, densely: q with zeros for the tokens it lacks, p over the verifier's whole vocabulary."""
+    verifier = tiny_verifier_of(family)
+    draft = tiny_draft(verifier, tiny_config("dspark", draft_vocab_size=40))
+    assert draft.vocabulary is not None and draft.sequential is not None
+    document = random_document(30, 5, 1)
+    (states,) = InProcess(verifier, draft.config.tap_ids, with_final=True).get([document])
+    row = pack_row([document])
+    blocks = choose_anchors(row.loss_mask, row.lengths, 0)
+    objective = Objective({loss: 1.0}, "fixed-exp-decay")
+    outcome = row_loss(draft, row, [states], blocks, objective, verifier.logit_softcap, whole_head_VE=verifier.head_VE)
+
+    with torch.no_grad():
+        hidden = draft.predicted(draft(states.taps, row.tokens, row.positions, blocks))
+        before, inside = positions_before(blocks, hidden.shape[1])
+        previous = row.tokens[before]
+        features = draft.sequential.teacher_forced(hidden, previous)
+        q = draft.vocabulary.expand((draft.logits(hidden) + draft.sequential.bias(features)).softmax(-1))
+        assert states.final is not None
+        p = verifier.logits(states.final[before]).softmax(-1)
+        if loss == "ce":  # no distribution is made for it: p is all on the verifier's own token
+            p = torch.nn.functional.one_hot(p.argmax(-1), p.shape[-1]).float()
+        wanted = torch.minimum(p, q).sum(-1) * inside
+    torch.testing.assert_close(outcome.overlap_NK, wanted, rtol=1e-3, atol=1e-5)
+    lacking = inside & ~draft.vocabulary.t2d[p.argmax(-1)]
+    assert bool(lacking.any()) and (loss == "ce") == (float(outcome.overlap_NK[lacking].max()) == 0)
+    assert outcome.metrics.overlap is not None
+    assert float(outcome.metrics.overlap) == pytest.approx(float(wanted.sum()), rel=1e-3)

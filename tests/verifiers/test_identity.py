@@ -166,12 +166,10 @@ def test_a_draft_of_a_verifier_whose_norms_have_no_weights_is_checked(
 ) -> None:
     torch.manual_seed(1)
     folder = written(MODELS[family](), tmp_path / "v")
-    identity, final_norm, softcap = read_identity(folder)
+    identity, softcap = read_identity(folder)
     base = tiny_verifier_of("llama")
     draft = tiny_draft(base, tiny_config())
-    contract = dataclasses.replace(
-        contract_of(draft, base), verifier=identity, final_norm=final_norm, logit_softcap=softcap
-    )
+    contract = dataclasses.replace(contract_of(draft, base), verifier=identity, logit_softcap=softcap)
     save_draft(tmp_path / "draft", draft, contract, torch.float32, {})
     capsys.readouterr()
     assert run(["check", str(tmp_path / "draft"), "--json"]) == 0

@@ -10,7 +10,10 @@ from typing import Any
 
 from blockdraft.contract import Contract, upgraded
 from blockdraft.errors import InputError
+from blockdraft.files import reason
 from blockdraft.models.config import MIXTURE, DraftConfig
+from blockdraft.models.positions import RotaryPositions
+from blockdraft.typed import checked
 
 FORMAT_VERSION = "0.9.0"
 CONTRACT_KEY = "blockdraft"
@@ -43,6 +46,11 @@ FILE_NAMES = {
 }
 # Keys of the layer config that earlier exports do not have; each repeats what another key states.
 ADDED = ("rope_theta", "rope_scaling", "use_sliding_window")
+# What the layer config alone states.
+_LAYER = {
+    "hidden_size": int, "num_hidden_layers": int, "num_attention_heads": int, "num_key_value_heads": int,
+    "head_dim": int, "intermediate_size": int, "rms_norm_eps": float,
+}  # fmt: skip
 HEAD = "lm_head.weight"  # rows of the verifier's head for a reduced vocabulary; engines need them in the file
 
 
@@ -137,38 +145,34 @@ def parse_config(raw: dict[str, Any], where: str) -> tuple[DraftConfig, Contract
         )
     raw = {**raw, CONTRACT_KEY: upgraded(raw[CONTRACT_KEY], f"{where} contract")}
     contract = Contract.from_dict(raw[CONTRACT_KEY], f"{where} contract")
-    layer = raw.get("transformer_layer_config")
-    if not isinstance(layer, dict):
-        raise InputError(where, "no transformer_layer_config", "not a checkpoint in the Speculators format")
-    try:
-        config = DraftConfig(
-            hidden_size=layer["hidden_size"],
-            num_layers=layer["num_hidden_layers"],
-            num_heads=layer["num_attention_heads"],
-            num_kv_heads=layer["num_key_value_heads"],
-            head_dim=layer["head_dim"],
-            intermediate_size=layer["intermediate_size"],
-            rms_norm_eps=layer["rms_norm_eps"],
-            vocab_size=contract.verifier.vocab_size,
-            draft_vocab_size=contract.draft_vocab_size,
-            tap_ids=contract.tap_ids,
-            context_fusion=contract.context_fusion,
-            context_kv=contract.context_kv,
-            sequential_head=contract.sequential_head,
-            markov_rank=contract.markov_rank,
-            confidence_head=contract.confidence_head,
-            confidence_with_previous=contract.confidence_with_previous,
-            sample_from_anchor=contract.sample_from_anchor,
-            standardise_taps=contract.tap_standardisation == "explicit",
-            block_size=contract.block_size,
-            mask_token_id=contract.mask_token_id,
-            rope_parameters=contract.rope_parameters,
-            max_position_embeddings=contract.max_position_embeddings,
-            windows=contract.windows,
-            causal=contract.causal,
-        )
-    except KeyError as error:
-        raise InputError(f"{where} transformer_layer_config", error, "is missing") from None
+    layer = checked(_LAYER, raw.get("transformer_layer_config"), f"{where} transformer_layer_config")
+    config = DraftConfig(
+        hidden_size=layer["hidden_size"],
+        num_layers=layer["num_hidden_layers"],
+        num_heads=layer["num_attention_heads"],
+        num_kv_heads=layer["num_key_value_heads"],
+        head_dim=layer["head_dim"],
+        intermediate_size=layer["intermediate_size"],
+        rms_norm_eps=layer["rms_norm_eps"],
+        vocab_size=contract.verifier.vocab_size,
+        draft_vocab_size=contract.draft_vocab_size,
+        tap_ids=contract.tap_ids,
+        context_fusion=contract.context_fusion,
+        context_kv=contract.context_kv,
+        sequential_head=contract.sequential_head,
+        markov_rank=contract.markov_rank,
+        confidence_head=contract.confidence_head,
+        confidence_with_previous=contract.confidence_with_previous,
+        sample_from_anchor=contract.sample_from_anchor,
+        standardise_taps=contract.tap_standardisation == "explicit",
+        block_size=contract.block_size,
+        mask_token_id=contract.mask_token_id,
+        rope_parameters=contract.rope_parameters,
+        max_position_embeddings=contract.max_position_embeddings,
+        windows=contract.windows,
+        causal=contract.causal,
+    )
+    _require_angles(config, f"{where} contract rope_parameters")
     _require_consistent(config, contract, where)
     stated = {key: value for key, value in raw.items() if key != DIGEST}
     wanted = config_json(config, contract, raw.get("dtype", ""))
@@ -177,6 +181,16 @@ def parse_config(raw: dict[str, Any], where: str) -> tuple[DraftConfig, Contract
             del wanted["transformer_layer_config"][key]
     _require_equal(stated, wanted, where)
     return config, contract
+
+
+def _require_angles(config: DraftConfig, where: str) -> None:
+    """Refuse rotary parameters that give no angles."""
+    try:
+        usable = RotaryPositions(config).usable()
+    except Exception as error:  # each rotary type reads its parameters as it likes
+        raise InputError(where, config.rope_parameters, f"no rotary angles follow from it ({reason(error)})") from None
+    if not usable:
+        raise InputError(where, config.rope_parameters, "some of its rotary angles are no numbers above 0")
 
 
 def _require_consistent(config: DraftConfig, contract: Contract, where: str) -> None:

@@ -18,12 +18,13 @@ from torch import Tensor
 from blockdraft.checkpoints.speculators import DIGEST, FILE_NAMES, HEAD, config_json, parse_config
 from blockdraft.contract import Contract
 from blockdraft.errors import InputError
-from blockdraft.files import read_json, replacing, write_json
+from blockdraft.files import read_json, read_json_object, replacing, write_json, writing
 from blockdraft.models.block_draft import BlockDraft
 from blockdraft.models.config import DraftConfig
 from blockdraft.models.fusion import ProjectedFusion
 from blockdraft.models.vocabulary import DraftVocabulary, map_hash
 from blockdraft.runtime import dtype_name
+from blockdraft.typed import checked
 from blockdraft.verifiers.base import Verifier
 
 WEIGHTS, CONFIG, PROVENANCE = "model.safetensors", "config.json", "provenance.json"
@@ -44,7 +45,8 @@ def save_draft(
             name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous()
             for name, tensor in exported_tensors(draft).items()
         }
-        save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
+        with writing(folder, SafetensorError):  # its writer raises no OSError
+            save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
         stated = config_json(draft.config, contract, dtype_name(dtype))
         write_json(temporary / CONFIG, {**stated, DIGEST: digest(stated, tensors)})
         write_json(temporary / PROVENANCE, provenance)
@@ -53,7 +55,12 @@ def save_draft(
 def trained_chat(folder: Path) -> dict[str, Any]:
     """What the chat template was told when a checkpoint's data were made; empty where the checkpoint does not say."""
     path = folder / PROVENANCE
-    return dict(read_json(path, "checkpoint").get("chat", {})) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    chat = {"thinking": str | None, "tools": list[dict[str, Any]] | None}
+    stated = checked({"chat": dict[str, Any] | None}, read_json(path, "checkpoint"), f"checkpoint {PROVENANCE}")
+    found: dict[str, Any] = checked(chat, stated.get("chat") or {}, f"checkpoint {PROVENANCE} chat")
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def exported_tensors(draft: BlockDraft) -> dict[str, Tensor]:
@@ -140,7 +147,7 @@ def load_draft(folder: Path, verifier: Verifier, dtype: torch.dtype) -> tuple[Bl
         InputError: another verifier, or whatever `read_checkpoint` refuses.
     """
     found = read_checkpoint(folder)
-    found.contract.require_verifier(verifier.identity, verifier.final_norm, verifier.logit_softcap)
+    found.contract.require_verifier(verifier.identity, verifier.logit_softcap)
     draft = BlockDraft(found.config)
     draft.load_state_dict({name: found.tensors[FILE_NAMES.get(name, name)] for name in draft.state_dict()})
     draft.to(device=verifier.device, dtype=dtype).requires_grad_(False).eval()
@@ -185,7 +192,4 @@ def _require_map(config: DraftConfig, contract: Contract, tensors: Mapping[str, 
 def _read_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise InputError("checkpoint", folder, "no such folder")
-    raw = read_json(folder / CONFIG, "checkpoint")
-    if not isinstance(raw, dict):
-        raise InputError("checkpoint", folder / CONFIG, "must hold a JSON object")
-    return raw
+    return read_json_object(folder / CONFIG, "checkpoint")

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from blockdraft.errors import InputError
+from blockdraft.files import writing
 from blockdraft.records import Document, Span
 
 TABLE, RECORD, REJECTS = "documents.parquet", "data_config.json", "rejects.jsonl"
@@ -42,7 +43,7 @@ def flat(targets: Sequence[Span]) -> list[int]:
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Write rows in order; the same rows give the same bytes."""
-    with pq.ParquetWriter(path, SCHEMA, compression="zstd") as writer:
+    with writing(path), pq.ParquetWriter(path, SCHEMA, compression="zstd") as writer:
         batch: list[dict[str, Any]] = []
         for row in rows:
             batch.append(row)

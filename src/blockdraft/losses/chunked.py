@@ -45,7 +45,7 @@ class Correction:
 class LossAndMetrics:
     """`loss` is differentiable in hidden states and correction.
 
-    `overlap_NK` is each slot's overlap of draft and verifier, 0 where there is no loss; a constant.
+    `overlap_NK` is each supervised slot's overlap of draft and verifier (`pointwise.SlotLosses`), else 0; a constant.
     """
 
     loss: Tensor
@@ -65,18 +65,18 @@ class _ChunkedHeadLoss(torch.autograd.Function):
         objective: Objective,
         with_overlap: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        learnable = targets.learnable_NK
+        projected = projected_slots(targets, objective, with_overlap)
         exact = torch.float64 if hidden_NKD.dtype == torch.float64 else torch.float32
         grad_hidden = torch.zeros_like(hidden_NKD)
         grad_features = None if features_NKR is None else torch.zeros_like(features_NKR)
         grad_weight = None if weight_VR is None else torch.zeros_like(weight_VR, dtype=exact)
-        counts = learnable.sum(dim=1)
+        counts = projected.sum(dim=1)
         chunks = _runs(counts, chunk_slots(len(head_VD), head_VD.element_size()))
         room = max((int(counts[part].sum()) for part in chunks), default=0)
         buffer = head_VD.new_empty(room, len(head_VD))
-        run = _Run(targets, objective, with_overlap, exact)
+        run = _Run(targets, objective, projected, with_overlap, exact)
         for part in chunks:
-            live = learnable[part]
+            live = projected[part]
             logits = torch.mm(hidden_NKD[part][live], head_VD.T, out=buffer[: int(counts[part].sum())])
             features = None
             if features_NKR is not None and weight_VR is not None:
@@ -102,8 +102,11 @@ class _ChunkedHeadLoss(torch.autograd.Function):
 class _Run:
     """One pass over all chunks: what it adds up, and how logits turn into gradients."""
 
-    def __init__(self, targets: SlotTargets, objective: Objective, with_overlap: bool, exact: torch.dtype) -> None:
+    def __init__(
+        self, targets: SlotTargets, objective: Objective, projected: Tensor, with_overlap: bool, exact: torch.dtype
+    ) -> None:
         self.targets, self.objective, self.with_overlap, self.exact = targets, objective, with_overlap, exact
+        self.projected_NK = projected
         ids = targets.ids_NK
         self.scale = targets.scale()
         self.total = torch.zeros((), device=ids.device, dtype=exact)
@@ -111,16 +114,17 @@ class _Run:
         self.overlap = torch.zeros(ids.shape, device=ids.device, dtype=exact)
 
     def logits_to_gradients(self, part: slice, logits_RV: Tensor) -> None:
-        """Losses of a chunk's learnable slots; their logits are overwritten by the gradient of the total."""
+        """Losses of a chunk's projected slots; their logits are overwritten by the gradient of the total."""
         targets = self.targets
-        raw, where = None, None
+        raw, where, log_sums = None, None, None
         if self.objective.needs_teacher:
             assert targets.teacher is not None
-            positions = targets.teacher.positions_NK[part][targets.learnable_NK[part]]
+            positions = targets.teacher.positions_NK[part][self.projected_NK[part]]
             # Neighbouring blocks predict the same positions: each is projected once.
             unique, where = positions.unique(return_inverse=True)
             raw = targets.teacher.raw_logits(unique)
-        counts = targets.learnable_NK[part].sum(dim=1)
+            log_sums = targets.teacher.log_sums(unique) if self.with_overlap else None
+        counts = self.projected_NK[part].sum(dim=1)
         row = 0
         for inner in _runs(counts, max(1, STEP_BYTES // (4 * logits_RV.shape[1]))):
             size = int(counts[inner].sum())
@@ -129,12 +133,13 @@ class _Run:
             verifier = None
             if targets.teacher is not None and raw is not None and where is not None:
                 needed, again = where[rows].unique(return_inverse=True)
-                verifier = targets.teacher.distributions(raw[needed])[again]
+                sums = None if log_sums is None else log_sums[needed]
+                verifier = targets.teacher.distributions(raw[needed], sums)[again]
             logits_RV[rows] = self._gradient(blocks, logits_RV[rows].to(self.exact), verifier)
             row += size
 
     def _gradient(self, blocks: slice, logits: Tensor, verifier: Distributions | None) -> Tensor:
-        live = self.targets.learnable_NK[blocks]
+        live = self.projected_NK[blocks]
         slots = slot_losses(
             self.objective.terms, logits, self.targets.ids_NK[blocks][live], verifier, self.with_overlap
         )
@@ -163,6 +168,15 @@ def _runs(counts_N: Tensor, most: int) -> list[slice]:
     if slots:
         runs.append(slice(first, len(counts_N)))
     return runs
+
+
+def projected_slots(targets: SlotTargets, objective: Objective, with_overlap: bool) -> Tensor:
+    """Slots whose logits are needed, bool [N, K].
+
+    Those with a loss; and where the overlap with the verifier's distribution is wanted, also those whose target a
+    reduced vocabulary lacks: the verifier may still accept another token there.
+    """
+    return targets.mask_NK if with_overlap and objective.needs_teacher else targets.learnable_NK
 
 
 def chunked_head_loss(

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from blockdraft.losses.chunked import Correction, LossAndMetrics
+from blockdraft.losses.chunked import Correction, LossAndMetrics, projected_slots
 from blockdraft.losses.metrics import BlockMetrics
 from blockdraft.losses.objective import Objective
 from blockdraft.losses.pointwise import LK_ETA, SMALLEST_OVERLAP
-from blockdraft.losses.targets import SlotTargets
+from blockdraft.losses.targets import SlotTargets, Teacher
 from blockdraft.ops.head import head_logits
 
 
@@ -44,6 +44,18 @@ _DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+def _accepted(log_q: Tensor, log_p: Tensor, teacher: Teacher) -> Tensor:
+    """The overlap with the verifier's distribution over all of its vocabulary."""
+    if teacher.whole_head_VE is None:
+        return _overlap(log_q, log_p)
+    states = teacher.final_TE[teacher.positions_NK]
+    own, whole = (
+        teacher.logits(states @ head.T).logsumexp(dim=-1, keepdim=True)
+        for head in (teacher.head_VE, teacher.whole_head_VE)
+    )
+    return _overlap(log_q, log_p + own - whole)
+
+
 def plain_head_loss(
     hidden_NKD: Tensor,
     head_VD: Tensor,
@@ -63,15 +75,15 @@ def plain_head_loss(
     if objective.needs_teacher:
         assert targets.teacher is not None
         log_p = targets.teacher.logits(targets.teacher.raw_logits(targets.teacher.positions_NK)).log_softmax(dim=-1)
-        overlap = _overlap(log_q, log_p)
         for name, weight in objective.terms.items():
             if name != "ce":
                 losses = losses + weight * _DIVERGENCES[name](log_q, log_p)
+        overlap = _accepted(log_q, log_p, targets.teacher)
     learnable = targets.learnable_NK
     losses = torch.where(learnable, losses, 0.0)
     weights = objective.weights(torch.where(learnable, at_target.detach().exp(), 0.0), targets)
     return LossAndMetrics(
         (weights * losses).sum() * targets.scale(),
         BlockMetrics.of(logits.argmax(dim=-1), targets),
-        torch.where(learnable, overlap, 0.0).detach(),
+        torch.where(projected_slots(targets, objective, with_overlap), overlap, 0.0).detach(),
     )

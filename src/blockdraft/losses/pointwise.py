@@ -41,8 +41,8 @@ class SlotLosses:
         gradient: [R, V], not yet multiplied by slot weights.
         log_target: log q of the verifier's token, [R].
         predicted: the likeliest draft id, [R].
-        overlap: sum min(p, q), the chance that sampled verification accepts, [R]; None where nobody asked. With no
-            teacher p is all on the verifier's token, and this is q of it.
+        overlap: sum min(p, q), the chance that sampled verification accepts, [R]; None where nobody asked. p is over
+            the verifier's whole vocabulary. With no teacher it is all on the verifier's token, and this is q of it.
     """
 
     values: Tensor
@@ -77,15 +77,17 @@ def slot_losses(
         gradient = gradient if weight == 1 else gradient.mul_(weight)
         return SlotLosses(-weight * log_target[:, 0], gradient, log_target[:, 0], predicted, log_target.exp()[:, 0])
     assert verifier is not None, "these losses need the verifier's distribution"
-    overlap = None
-    if with_overlap or _OVERLAPPING & set(terms):
-        overlap = torch.minimum(verifier.probs, q).sum(dim=-1, keepdim=True)
+    overlap = accepted = None
+    if _OVERLAPPING & set(terms) or (with_overlap and verifier.share is None):
+        overlap = accepted = torch.minimum(verifier.probs, q).sum(dim=-1, keepdim=True)
+    if with_overlap and verifier.share is not None:
+        accepted = torch.minimum(verifier.probs * verifier.share[:, None], q).sum(dim=-1, keepdim=True)
     divergence = None if cross is None else verifier.negative_entropy[:, None] - (cross - log_sum)
     values, gradient = _with_teacher(terms, q, verifier.probs, overlap, divergence)
     if "ce" in terms:
         values = values - terms["ce"] * log_target
         gradient.scatter_add_(1, rows, torch.full_like(log_target, -terms["ce"]))
-    return SlotLosses(values[:, 0], gradient, log_target[:, 0], predicted, None if overlap is None else overlap[:, 0])
+    return SlotLosses(values[:, 0], gradient, log_target[:, 0], predicted, None if accepted is None else accepted[:, 0])
 
 
 def _with_teacher(

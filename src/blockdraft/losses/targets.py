@@ -8,16 +8,26 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+HEAD_ROWS = 16384  # rows of a whole head that are worked on at once
+
 
 @dataclass(frozen=True, slots=True)
 class Distributions:
-    """The verifier's distributions p at R slots: [R, V], and sum p log p, [R]."""
+    """The verifier's distributions p at R slots, over the tokens that the draft can propose: [R, Vd].
+
+    Attributes:
+        negative_entropy: sum p log p, [R].
+        share: what part of the verifier's whole distribution these tokens have, [R]; None where it is all of it, or
+            nobody asked.
+    """
 
     probs: Tensor
     negative_entropy: Tensor
+    share: Tensor | None = None
 
     def __getitem__(self, rows: Tensor) -> Distributions:
-        return Distributions(self.probs[rows], self.negative_entropy[rows])
+        share = None if self.share is None else self.share[rows]
+        return Distributions(self.probs[rows], self.negative_entropy[rows], share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +39,15 @@ class Teacher:
         positions_NK: the state that each slot's distribution comes from.
         head_VE: rows of the verifier's head for the tokens that the draft can propose.
         softcap: the verifier's logits are softcap * tanh(logits / softcap); None leaves them.
+        whole_head_VE: all rows of the verifier's head, where the draft proposes from fewer and the chance that its
+            proposals are accepted is wanted; else None.
     """
 
     final_TE: Tensor
     positions_NK: Tensor
     head_VE: Tensor
     softcap: float | None
+    whole_head_VE: Tensor | None = None
 
     def raw_logits(self, positions: Tensor) -> Tensor:
         """Products with the head, [..., Vd] in its dtype, at positions [...]; no soft cap yet."""
@@ -45,12 +58,25 @@ class Teacher:
         exact = raw.to(torch.float64 if raw.dtype == torch.float64 else torch.float32, copy=True)
         return exact if self.softcap is None else exact.div_(self.softcap).tanh_().mul_(self.softcap)
 
-    def distributions(self, raw_RV: Tensor) -> Distributions:
-        """Softmax of raw logits."""
+    def log_sums(self, positions: Tensor) -> Tensor | None:
+        """Log of the sum of exp over the logits of the verifier's whole vocabulary, at positions [R]."""
+        if self.whole_head_VE is None:
+            return None
+        final, head = self.final_TE[positions].to(self.whole_head_VE.dtype), self.whole_head_VE
+        parts = (self.logits(linear(final, rows)).logsumexp(dim=-1) for rows in head.split(HEAD_ROWS))
+        return torch.stack(list(parts)).logsumexp(dim=0)
+
+    def distributions(self, raw_RV: Tensor, log_sums_R: Tensor | None = None) -> Distributions:
+        """Softmax of raw logits.
+
+        Args:
+            log_sums_R: of the whole vocabulary, where the share of these tokens in it is wanted.
+        """
         logits = self.logits(raw_RV)
         log_sum = logits.logsumexp(dim=-1)
         probs = logits.softmax(dim=-1)
-        return Distributions(probs, torch.linalg.vecdot(probs, logits) - log_sum)
+        share = None if log_sums_R is None else (log_sum - log_sums_R).exp()
+        return Distributions(probs, torch.linalg.vecdot(probs, logits) - log_sum, share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +89,21 @@ class SlotTargets:
         learnable_NK: supervised slots whose target the draft can say. A reduced vocabulary lacks some: such a slot has
             no loss, since nothing could make it right, and counts as wrong.
         teacher: the verifier's distributions, for objectives that need more than its token.
+        supervised: supervised slots of the whole step; None where it has no others than these.
     """
 
     ids_NK: Tensor
     mask_NK: Tensor
     learnable_NK: Tensor
     teacher: Teacher | None = None
+    supervised: int | None = None
 
     def __getitem__(self, blocks: slice) -> SlotTargets:
         """The targets of some of the blocks, without a teacher."""
-        return SlotTargets(self.ids_NK[blocks], self.mask_NK[blocks], self.learnable_NK[blocks])
+        ids, mask, learnable = self.ids_NK[blocks], self.mask_NK[blocks], self.learnable_NK[blocks]
+        return SlotTargets(ids, mask, learnable, supervised=self.supervised)
 
     def scale(self) -> Tensor:
         """1 / supervised slots of the step: the one normalisation of every objective."""
-        return 1 / self.mask_NK.sum().clamp_min(1)
+        own = self.mask_NK.sum()
+        return 1 / (own if self.supervised is None else torch.full_like(own, self.supervised)).clamp_min(1)

@@ -46,6 +46,11 @@ METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 
+# Far beyond any model: a number above these is damage, and tensors of such shapes cannot even be described.
+_LARGEST = {
+    "hidden_size": 2**24, "num_layers": 2**16, "num_heads": 2**16, "num_kv_heads": 2**16, "head_dim": 2**16,
+    "intermediate_size": 2**28, "vocab_size": 2**28, "block_size": 2**16, "max_position_embeddings": 2**40,
+}  # fmt: skip
 MIXTURE = "blockdraft"  # the method's name when the sockets are nobody's preset
 
 
@@ -98,8 +103,12 @@ class DraftConfig:
         ):
             value = getattr(self, field)
             _require(value in words(choice), field, value, f"choose one of {', '.join(words(choice))}")
+        for field, most in _LARGEST.items():
+            inside = 1 <= getattr(self, field) <= most
+            _require(inside, field, getattr(self, field), f"must be in 1..{most:,}")
+        eps = self.rms_norm_eps
+        _require(0 <= eps < 1, "rms_norm_eps", eps, "must be 0 or more and under 1")
         _require(self.block_size >= 2, "block_size", self.block_size, "must be 2 or more: an anchor and a slot")
-        _require(self.num_layers >= 1, "num_layers", self.num_layers, "must be 1 or more")
         _require(
             self.num_heads % self.num_kv_heads == 0,
             "num_key_value_heads",
@@ -148,7 +157,8 @@ class DraftConfig:
                 "needs a sequential head, whose token embedding it reads",
             )
         else:
-            _require(self.markov_rank >= 1, "markov_rank", self.markov_rank, "must be 1 or more")
+            inside = 1 <= self.markov_rank <= 2**16
+            _require(inside, "markov_rank", self.markov_rank, "must be in 1..65,536")
         if self.confidence_head == "none":
             _require(not self.confidence_with_previous, "confidence_with_previous", True, "needs a confidence head")
 

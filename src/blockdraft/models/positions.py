@@ -31,6 +31,13 @@ class RotaryPositions(nn.Module):
         )
         self._table: tuple[Tensor, Tensor] | None = None
 
+    def usable(self) -> bool:
+        """Whether the parameters give angles that are numbers; whatever a rotary type raises over them is raised."""
+        rotary = Qwen3RotaryEmbedding(self._config)
+        cos, sin = rotary(torch.zeros(1), torch.ones(1, 1, dtype=torch.int64))
+        angles = rotary.get_buffer("inv_freq")
+        return bool((angles > 0).all()) and all(bool(part.isfinite().all()) for part in (angles, cos, sin))
+
     def forward(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """float32 (cos, sin) of integer positions [...] below `length`, each [..., H]."""
         table = self._table

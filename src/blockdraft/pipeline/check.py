@@ -25,8 +25,8 @@ def check(settings: CheckSettings) -> dict[str, Any]:
     asked = settings.verifier_name_or_path is not None or settings.revision is not None
     compared = matrices = False
     if asked or (Path(name).is_dir() and not is_gguf(name)):
-        identity, final_norm, softcap = read_identity(name, settings.trust_remote_code, revision)
-        contract.require_verifier(identity, final_norm, softcap)
+        identity, softcap = read_identity(name, settings.trust_remote_code, revision)
+        contract.require_verifier(identity, softcap)
         compared, matrices = True, contract.verifier.matrices_comparable(identity)
     return {
         "checkpoint": str(settings.checkpoint),

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from blockdraft.errors import InputError
+from blockdraft.files import require_writable
 from blockdraft.settings import ConvertSettings
 from blockdraft.verifiers.hub import is_gguf
 from blockdraft.verifiers.loading import load_verifier, save_folder
@@ -18,6 +19,7 @@ def convert(settings: ConvertSettings) -> dict[str, Any]:
         raise InputError("source", settings.source, "must be smollm2-135m-instruct or a .gguf file")
     if settings.save_path.exists():
         raise InputError("--save-path", settings.save_path, "exists already; choose a folder that does not")
+    require_writable(settings.save_path, "--save-path")
     verifier = load_verifier(settings.source, torch.float32, "cpu")
     save_folder(verifier, settings.save_path)
     return {

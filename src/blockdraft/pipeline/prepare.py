@@ -11,11 +11,12 @@ from typing import Any
 
 from blockdraft.data.encoding import Encoder
 from blockdraft.data.readers import file_digest
+from blockdraft.data.record import read_record
 from blockdraft.data.sources import Source, parse_sources
 from blockdraft.data.table import RECORD, REJECTS
 from blockdraft.data.templates import ChatMode, ChatTemplate
 from blockdraft.errors import InputError
-from blockdraft.files import read_json, replacing, require_free, write_json
+from blockdraft.files import locked, read_json, replacing, require_free, write_json
 from blockdraft.fingerprint import already_made, file_hash
 from blockdraft.pipeline.preparation import Preparation
 from blockdraft.settings import PrepareSettings
@@ -33,13 +34,32 @@ def prepare(settings: PrepareSettings) -> dict[str, Any]:
     if settings.preview:
         return _preview(settings, sources, text_side, _encoder(facts, text_side))
     assert settings.save_path is not None
-    if already_made(settings.save_path / RECORD, facts, "--save-path"):
-        return {**read_json(settings.save_path / RECORD, "--save-path"), "folder": str(settings.save_path)}
-    require_free(settings.save_path, "--save-path")
-    with replacing(settings.save_path) as folder, _rejects_kept(settings.save_path, folder):
+    made = made_before(settings.save_path, facts)
+    if made is not None:
+        return made
+    with locked(settings.save_path, "--save-path"):
+        return made_before(settings.save_path, facts) or _made(settings, sources, text_side, facts, settings.save_path)
+
+
+def made_before(folder: Path, facts: dict[str, Any]) -> dict[str, Any] | None:
+    """The record of a folder that holds the data of these facts; None where nothing was made.
+
+    Raises:
+        InputError: it holds the data of other facts.
+    """
+    if not already_made(folder / RECORD, facts, "--save-path"):
+        return None
+    return {**read_record(folder, "--save-path"), "folder": str(folder)}
+
+
+def _made(
+    settings: PrepareSettings, sources: Sequence[Source], text_side: TextSide, facts: dict[str, Any], save_path: Path
+) -> dict[str, Any]:
+    require_free(save_path, "--save-path")
+    with replacing(save_path) as folder, _rejects_kept(save_path, folder):
         record = {"facts": facts, **Preparation(settings, sources, _encoder(facts, text_side), folder).run()}
         write_json(folder / RECORD, record)
-    return {**record, "folder": str(settings.save_path)}
+    return {**record, "folder": str(save_path)}
 
 
 def chat_template(text_side: TextSide, facts: dict[str, Any]) -> ChatTemplate:

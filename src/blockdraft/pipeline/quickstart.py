@@ -20,7 +20,8 @@ from blockdraft.data.vocabulary import occurring_tokens
 from blockdraft.data.workloads import workload_prompts
 from blockdraft.decoding.engine import DecodingEngine
 from blockdraft.decoding.identity import TIE_CEILING
-from blockdraft.files import read_json, write_json
+from blockdraft.errors import InputError
+from blockdraft.files import locked, read_json, write_json
 from blockdraft.fingerprint import fingerprint
 from blockdraft.ops.acceptance import AcceptanceCounts
 from blockdraft.pipeline.evaluate import num_same_rounds, one_pass, proof_failures, prove_by_decoding
@@ -41,7 +42,9 @@ from blockdraft.settings import (
     resolved,
 )
 from blockdraft.training.creation import free_control_tokens
-from blockdraft.training.trainer import LAST, SUMMARY, Trainer
+from blockdraft.training.history import read_summary
+from blockdraft.training.trainer import LAST, Trainer
+from blockdraft.typed import checked
 from blockdraft.verifiers.base import Verifier
 from blockdraft.verifiers.hub import is_gguf, require_hub_id
 from blockdraft.verifiers.loading import load_verifier, save_folder, source_digest
@@ -50,6 +53,7 @@ EXACT_K, SHOWN_KS = 7, (3, 7)
 RESULT_FORMAT = 2  # 2: `failures`
 TIE_RULE = "measured bound"  # part of what determines a result: results of another rule are not reused
 REGENERATE_BATCH = 64
+MOST_EPOCHS = 10**6
 TRAIN_SHARE = 0.95  # few prompts: most of them are needed for training
 
 
@@ -119,6 +123,11 @@ def run_of(settings: QuickstartSettings) -> Run:
 
 def quickstart(settings: QuickstartSettings) -> dict[str, Any]:
     """Run what is missing of the loop and return its result as one JSON-ready object."""
+    with locked(settings.save_path, "--save-path"):
+        return _quickstart(settings)
+
+
+def _quickstart(settings: QuickstartSettings) -> dict[str, Any]:
     limit_threads(settings.threads)
     run = run_of(settings)
     _unpack_verifier(run)
@@ -209,11 +218,33 @@ def _train(run: Run, verifier: _Lazy) -> Path:
         epochs = max(0.01, round(run.settings.minutes * 60 / seconds / trainer.steps_per_epoch, 2))
         write_json(run.plan, {"seconds_per_step": seconds, "epochs": epochs})
         say(f"      {seconds:.2f} s a step: {epochs:g} epochs in {run.settings.minutes:g} minutes")
-    settings = dataclasses.replace(base, epochs=read_json(run.plan, "--save-path")["epochs"])
+    settings = dataclasses.replace(base, epochs=planned_epochs(run.plan))
     train(settings, verifier(), states)
     return checkpoint
 
 
+def planned_epochs(path: Path) -> float:
+    """How long to train, as a plan has it."""
+    where = f"--save-path {path}"
+    epochs: float = checked({"epochs": float}, read_json(path, "--save-path"), where)["epochs"]
+    if not 0 < epochs <= MOST_EPOCHS:
+        raise InputError(f"{where} epochs", epochs, "is no number of epochs; the file is damaged, delete it")
+    return epochs
+
+
+def earlier_result(path: Path) -> dict[str, Any]:
+    """The result of an earlier quickstart."""
+    found: dict[str, Any] = checked(_RESULT, read_json(path, "--save-path"), f"--save-path {path}")
+    return found
+
+
+# What is shown of an earlier result.
+_RESULT = {
+    "verifier": str, "verifier_folder": str, "method": str, "workload": str, "acceptance_length": dict[str, float],
+    "speedup": float, "identical": int, "heldout_prompts": int, "checkpoint": str, "dtype": str, "machine": str,
+    "tokens_per_second": {"plain": float, "draft": float}, "failures": list[str],
+    "float32": {"same_rounds_as_one_pass": int}, "served_dtype": {"identical": int, "ties": int, "faults": int},
+}  # fmt: skip
 _TRAIN_DEFAULTS = {
     field.name: str(field.default)
     for field in dataclasses.fields(TrainSettings)
@@ -227,7 +258,7 @@ def _measure(run: Run, checkpoint: Path, heldout: list) -> dict[str, Any]:
     record = checkpoint.parent / f"results-{fingerprint(facts)}.json"
     if record.is_file():
         say("      done before")
-        return read_json(record, "--save-path")
+        return earlier_result(record)
     sampling = SamplingSettings(max_new_tokens=settings.max_new_tokens)
     exact = _exactness(run, checkpoint, heldout, sampling)
     pair = _pair(run, checkpoint, run.dtype_name)
@@ -244,7 +275,7 @@ def _measure(run: Run, checkpoint: Path, heldout: list) -> dict[str, Any]:
         "heldout_prompts": len(prompts),
         "checkpoint": str(checkpoint),
         "dtype": run.dtype_name,
-        "training": read_json(checkpoint.parent / SUMMARY, "--save-path"),
+        "training": read_summary(checkpoint.parent, "--save-path").to_dict(),
         "tokens_per_second": {"plain": speed["plain_tokens_per_second"], "draft": speed["draft_tokens_per_second"]},
         "float32": exact,
         "served_dtype": speed,

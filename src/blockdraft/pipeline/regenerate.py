@@ -18,15 +18,16 @@ from blockdraft.contract import VerifierIdentity
 from blockdraft.data.accounts import Accounts
 from blockdraft.data.conversations import Conversation, RowError, reply_turns
 from blockdraft.data.journal import Journal
+from blockdraft.data.record import read_record
 from blockdraft.data.requests import Request, next_request, with_replies
 from blockdraft.data.table import RECORD, REJECTS, TABLE, flat, read_table, write_rows
 from blockdraft.data.templates import ChatTemplate, truncated
 from blockdraft.decoding.regenerate import write_replies
 from blockdraft.errors import BlockdraftError, InputError
-from blockdraft.files import read_json, replacing, require_free, write_json
-from blockdraft.fingerprint import already_made, file_hash, fingerprint
+from blockdraft.files import locked, replacing, require_free, write_json
+from blockdraft.fingerprint import file_hash, fingerprint
 from blockdraft.pipeline.loading import verifier_of
-from blockdraft.pipeline.prepare import chat_template
+from blockdraft.pipeline.prepare import chat_template, made_before
 from blockdraft.progress import say
 from blockdraft.runtime import dtype_name
 from blockdraft.serving.probe import PROMPTS, require_author
@@ -52,7 +53,14 @@ def regenerate(settings: RegenerateSettings, verifier: Verifier | None = None) -
     Args:
         verifier: one that is loaded already; else the one the settings name.
     """
-    prepared = read_json(settings.data_path / RECORD, "--data-path")
+    if (settings.save_path / RECORD).exists():
+        return _regenerate(settings, verifier)
+    with locked(settings.save_path, "--save-path"):
+        return _regenerate(settings, verifier)
+
+
+def _regenerate(settings: RegenerateSettings, verifier: Verifier | None) -> dict[str, Any]:
+    prepared = read_record(settings.data_path, "--data-path")
     text_side = read_text_side(settings.verifier_name_or_path, settings.trust_remote_code, settings.revision)
     _require_same_text(settings, prepared["facts"], text_side)
     server = find_server(settings.endpoint, settings.model) if settings.endpoint else None
@@ -62,8 +70,8 @@ def regenerate(settings: RegenerateSettings, verifier: Verifier | None = None) -
     else:
         author = _author(settings, server, prepared["facts"], text_side)
     facts = _facts(settings, prepared, author, server, verifier)
-    if already_made(settings.save_path / RECORD, facts, "--save-path"):
-        return {**read_json(settings.save_path / RECORD, "--save-path"), "folder": str(settings.save_path)}
+    if (made := made_before(settings.save_path, facts)) is not None:
+        return made
     require_free(settings.save_path, "--save-path", own=_JOURNAL)
     context = None if server is not None or verifier is None else verifier.context_length
     run = _Run(settings, prepared, text_side, fingerprint(facts), context)

@@ -28,7 +28,7 @@ class TrainSettings(ObjectiveSettings, DraftSettings, VerifierSettings):
     scheduler_type: Schedule = setting("cosine", "cosine, linear or constant, after warm-up")
     scheduler_warmup_ratio: float = setting(0.04, "share of the steps that warm up", at_least=0, below=1)
     max_grad_norm: float = setting(1.0, "clip the gradient norm; 0 does not clip", at_least=0)
-    grad_accum: int = setting(1, "rows whose gradients are summed before a step", at_least=1)
+    grad_accum: int = setting(1, "rows of a step; the last one takes what is left of them", at_least=1)
     noise_std: float = setting(0.0, "half-width of uniform noise on the taps while training", at_least=0, at_most=100)
     train_data_ratio: float = setting(
         0.0, "share of the documents to train on, the rest validates; 0: as prepared", at_least=0, below=1
@@ -54,6 +54,7 @@ class TrainSettings(ObjectiveSettings, DraftSettings, VerifierSettings):
     run_name: str = setting("draft", "name of the run in TensorBoard")
     save_dtype: SavedDtype = setting("float32", "dtype of the saved weights: float32 or bfloat16")
     dry_run: bool = setting(False, "check everything and print the resolved settings; train nothing")
+    restart: bool = setting(False, "start again: forget the training state of an earlier run in --save-path")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -244,7 +244,6 @@ def make_contract(config: DraftConfig, verifier: Verifier, vocabulary: Tensor | 
         tap_convention=TAP_CONVENTION,
         tap_kind=TAP_KIND,
         tap_standardisation=standardisation,
-        final_norm=verifier.final_norm,
         logit_softcap=verifier.logit_softcap,
         mask_token_id=config.mask_token_id,
         sample_from_anchor=config.sample_from_anchor,

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+from blockdraft.errors import InputError
+from blockdraft.settings import TrainSettings
+
 
 class MetricsLogger(Protocol):
     """Receives scalars by name."""
@@ -39,6 +42,18 @@ class NoLogger:
 
     def close(self) -> None:
         pass
+
+
+def log_folder(settings: TrainSettings) -> Path:
+    """Where a run's curves go.
+
+    Raises:
+        InputError: the run's name leads out of the folder.
+    """
+    name = Path(settings.run_name)
+    if not name.parts or name.is_absolute() or ".." in name.parts:
+        raise InputError("--run-name", repr(settings.run_name), "must be a name, or a path below the log folder")
+    return (settings.log_dir or settings.save_path / "logs") / name
 
 
 def make_logger(kind: str, folder: Path) -> MetricsLogger:

@@ -1,43 +1,164 @@
-"""The resumable state of a run: weights, optimizer moments, step and history.
+"""The resumable states of a run: weights, optimizer moments, step and history.
 
-States are folders named by step. The two newest are kept: a state that a crash or a full disk has damaged is passed
-over, said aloud, for the one before.
+States are folders named by step. A state has a digest of its file beside it, and only one that fits its digest and
+has all its parts is ever resumed from. The two newest of those are kept: a damaged one is passed over, said aloud,
+and never pushes out a good one.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
-from blockdraft.files import replacing
+from blockdraft.errors import InputError
+from blockdraft.files import reason, replacing, write_text, writing
+from blockdraft.fingerprint import file_hash
 from blockdraft.progress import say
+from blockdraft.training.history import Progress
+from blockdraft.typed import checked
 
-_FILE = "state.pt"
+_FILE, _DIGEST = "state.pt", "state.sha256"
 _KEPT = 2
 
 
-def save_state(folder: Path, step: int, state: dict[str, Any]) -> None:
-    """Write the state after `step` updates and drop all but the newest two.
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a run is resumed from.
 
-    Tensors are written from the CPU, so that a run resumes on another device than the one it was stopped on.
+    Attributes:
+        draft, optimizers: what `load_state_dict` takes, on the CPU.
     """
-    state = tree_map_only(torch.Tensor, torch.Tensor.cpu, state)
-    with replacing(folder / f"step-{step:08d}") as temporary:
-        torch.save(state, temporary / _FILE)
-    for old in sorted(folder.glob("step-*"))[:-_KEPT]:
-        shutil.rmtree(old)
+
+    draft: dict[str, Any]
+    optimizers: list[dict[str, Any]]
+    progress: Progress
 
 
-def newest_state(folder: Path) -> dict[str, Any] | None:
-    """The newest state that can be read, or None where there is none."""
-    for candidate in sorted(folder.glob("step-*"), reverse=True):
-        try:
-            return torch.load(candidate / _FILE, map_location="cpu", weights_only=True)
-        except Exception as error:  # a damaged archive raises whatever its bytes provoke
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            say(f"training state {candidate.name} is damaged ({reason}); falling back to the one before")
-    return None
+class StateFolder:
+    """The states of one run. It remembers which of them it has found whole, so that none is read again to prune."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._whole: set[Path] = set()
+
+    def save(self, state: State) -> None:
+        """Write a state and drop all but the newest two that are whole, the damaged ones included.
+
+        Tensors are written from the CPU, so that a run resumes on another device than the one it was stopped on.
+
+        Raises:
+            BlockdraftError: the disk is full; the states before are kept.
+        """
+        content = {
+            "draft": state.draft,
+            "optimizers": state.optimizers,
+            "progress": dataclasses.asdict(state.progress),
+        }
+        path = self._path(state.progress.step)
+        with replacing(path) as temporary:
+            with writing(path, RuntimeError):  # torch's writer raises no OSError
+                torch.save(tree_map_only(torch.Tensor, torch.Tensor.cpu, content), temporary / _FILE)
+            write_text(temporary / _DIGEST, file_hash(temporary / _FILE, str(path)) + "\n")
+        self._whole.add(path)
+        self._prune()
+
+    def newest(self) -> State | None:
+        """The newest state that is whole; None where there are no states.
+
+        Raises:
+            InputError: there are some, and all of them are damaged.
+        """
+        found = self._all()
+        for path in found:
+            try:
+                state = _read(path)
+            except _DamageError as error:
+                say(f"training state {path.name} is damaged ({error}); falling back to the one before")
+                continue
+            self._whole.add(path)
+            return state
+        if found:
+            raise InputError(
+                "--save-path", self.folder, f"all {len(found)} training states in it are damaged; start again with "
+                "--restart, or choose another folder",
+            )  # fmt: skip
+        return None
+
+    def clear(self) -> None:
+        """Remove all states."""
+        with writing(self.folder):
+            if self.folder.exists():
+                shutil.rmtree(self.folder)
+        self._whole.clear()
+
+    def __bool__(self) -> bool:
+        """Whether there are states, damaged or not."""
+        return bool(self._all())
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    def _all(self) -> list[Path]:
+        """Newest first."""
+        found = [path for path in self.folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+        return sorted(found, key=lambda path: (-int(path.name.removeprefix("step-")), path.name))
+
+    def _prune(self) -> None:
+        """Keep the newest whole states; those of an earlier run are looked at once."""
+        kept = 0
+        for path in self._all():
+            if kept < _KEPT and self._is_whole(path):
+                kept += 1
+            else:
+                _remove(path)
+
+    def _is_whole(self, path: Path) -> bool:
+        if path not in self._whole:
+            try:
+                _read(path)
+            except _DamageError as error:
+                say(f"training state {path.name} is damaged ({error}) and is removed")
+                return False
+            self._whole.add(path)
+        return True
+
+
+class _DamageError(Exception):
+    """What is wrong with a state."""
+
+
+def _read(path: Path) -> State:
+    """A state that fits its digest and has all its parts."""
+    try:
+        wanted = (path / _DIGEST).read_text(encoding="ascii").strip()
+        if file_hash(path / _FILE, path.name) != wanted:
+            raise _DamageError("it does not fit its checksum")
+        raw = checked(dict[str, Any], torch.load(path / _FILE, map_location="cpu", weights_only=True), "state")
+        draft = checked(dict[str, Any], raw.get("draft"), "draft")
+        optimizers = checked(list[dict[str, Any]], raw.get("optimizers"), "optimizers")
+        progress = checked(Progress, json.loads(json.dumps(raw.get("progress"))), "progress")
+    except FileNotFoundError as error:
+        raise _DamageError("without a checksum" if str(error.filename).endswith(_DIGEST) else "no file") from None
+    except _DamageError:
+        raise
+    except Exception as error:  # a damaged archive raises whatever its bytes provoke
+        raise _DamageError(reason(error)) from None
+    if progress.step != int(path.name.removeprefix("step-")):
+        raise _DamageError(f"it is of step {progress.step}")
+    return State(draft, optimizers, progress)
+
+
+def _remove(path: Path) -> None:
+    with writing(path):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

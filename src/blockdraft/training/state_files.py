@@ -18,12 +18,13 @@ from safetensors.torch import save
 from blockdraft.contract import TAP_CONVENTION, TAP_KIND
 from blockdraft.data.table import Documents
 from blockdraft.errors import BlockdraftError, InputError
-from blockdraft.files import read_json, require_free, write_bytes, write_json
+from blockdraft.files import clear_temporaries, locked, read_json_object, require_free, write_bytes, write_json, writing
 from blockdraft.fingerprint import already_made
 from blockdraft.progress import progress, say
 from blockdraft.records import Document, documents_digest
 from blockdraft.runtime import dtype_name
 from blockdraft.training.states import DocumentStates, InProcess, grouped, longest_first
+from blockdraft.typed import checked
 
 RECORD, FIELD = "states.json", "--hidden-states-path"
 _SPARE = 2**30  # bytes that stay free on the disk
@@ -47,17 +48,24 @@ class StateFiles:
     ) -> None:
         self.folder, self._on_missing, self._on_generate = folder, on_missing, on_generate
         self._asked = maker
-        self._maker = self._as_the_folder_has_it(maker)
-        self._selected = [self._maker.tap_ids.index(tap) for tap in maker.tap_ids]
         self.bytes_per_token = maker.bytes_per_token
+        self._open()
+
+    def _open(self) -> None:
+        """Take up what the folder is of."""
+        self._maker = self._as_the_folder_has_it(self._asked)
+        self._selected = [self._maker.tap_ids.index(tap) for tap in self._asked.tap_ids]
 
     def _as_the_folder_has_it(self, maker: InProcess) -> InProcess:
         record = self.folder / RECORD
-        if not record.is_file():
-            require_free(self.folder, FIELD)
+        if not record.exists():
+            require_free(self.folder, FIELD, own=".")  # hidden: what another process has just begun
             return maker
-        found = read_json(record, FIELD).get("facts", {})
-        taps, has_final = found.get("tap_ids", []), found.get("with_final", False)
+        facts = read_json_object(record, FIELD).get("facts")
+        found = checked({"tap_ids": list[int], "with_final": bool}, facts, f"{FIELD} {record} facts")
+        taps, has_final = found["tap_ids"], found["with_final"]
+        if len(set(taps)) < len(taps) or not set(taps) <= set(range(maker.verifier.identity.num_layers + 1)):
+            raise InputError(f"{FIELD} {record} tap_ids", taps, "the verifier has no such taps; the file is damaged")
         if set(maker.tap_ids) <= set(taps) and has_final >= maker.with_final:
             maker = InProcess(maker.verifier, taps, has_final)
         already_made(record, _facts(maker), FIELD)
@@ -99,17 +107,22 @@ class StateFiles:
     def prepare(self, documents: Sequence[Document]) -> None:
         """Make the files that are missing, unless they would not be kept.
 
+        One process at a time makes files in a folder; any number may read what is there.
+
         Raises:
-            InputError: the disk has no room for them.
+            InputError: the disk has no room for them, or another process is making files there.
         """
-        if self._on_generate == "delete":
+        if self._on_generate == "delete" or not self.missing(documents):
             return
-        missing = set(self.missing(documents))
+        with locked(self.folder, FIELD):
+            self._open()  # again, since another process may have begun it
+            self._make(documents, set(self.missing(documents)))
+
+    def _make(self, documents: Sequence[Document], missing: set[int]) -> None:
         self._require_room([documents[index] for index in missing])
         if not (self.folder / RECORD).is_file():
             write_json(self.folder / RECORD, {"facts": _facts(self._maker)})
-        for remains in self.folder.glob("*/.*.tmp"):  # of a process that was killed
-            remains.unlink(missing_ok=True)
+        clear_temporaries(self.folder, "*/.*.tmp")  # of processes that were killed
         order = [index for index in longest_first(documents) if index in missing]
         with progress("hidden states on disk", len(order)) as advance:
             for group in grouped(order):
@@ -130,7 +143,8 @@ class StateFiles:
 
     def _require_room(self, documents: Sequence[Document]) -> None:
         needed = self.size(documents)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(self.folder).free - _SPARE
         if needed > free:
             raise InputError(

@@ -52,6 +52,8 @@ def row_loss(
     blocks: Blocks,
     objective: Objective,
     softcap: float | None = None,
+    supervised: int | None = None,
+    whole_head_VE: Tensor | None = None,
 ) -> LossAndMetrics:
     """Loss and metrics of the blocks of a packed row whose documents have the given states.
 
@@ -59,6 +61,9 @@ def row_loss(
 
     Args:
         softcap: the verifier's, for objectives that learn its distribution.
+        supervised: supervised slots of the whole step, of which this row is a part; None: of this row.
+        whole_head_VE: the verifier's, with which a confidence head over a reduced vocabulary learns what the verifier
+            accepts, and not what it would if it had no other tokens either.
     """
     taps = torch.cat([state.taps for state in states])
     greedy = torch.cat([state.greedy for state in states])
@@ -69,9 +74,11 @@ def row_loss(
     assert draft.head_VE is not None
     before, _ = positions_before(blocks, hidden.shape[1])
     targets = block_targets(greedy, blocks, hidden.shape[1], draft.vocabulary)
+    targets = dataclasses.replace(targets, supervised=supervised)
     if objective.needs_teacher:
         final = torch.cat([state.final for state in states if state.final is not None])
-        targets = dataclasses.replace(targets, teacher=Teacher(final, before, draft.head_VE, softcap))
+        whole = whole_head_VE if draft.vocabulary is not None and draft.confidence is not None else None
+        targets = dataclasses.replace(targets, teacher=Teacher(final, before, draft.head_VE, softcap, whole))
     previous = tokens[before]
     correction = None
     if draft.sequential is not None:

@@ -1,8 +1,9 @@
 """The training loop.
 
-One row of packed documents is one forward pass; `grad_accum` rows are one update. Which documents a row holds and
-which anchors are drawn follow from the seed and the step alone, so that a run that was killed and resumed computes
-the same bits as one that was not.
+One row of packed documents is one forward pass; `grad_accum` rows are one update, whose loss is that of all its rows
+as one: the sum over their slots divided by the number of them. The last update takes the rows that are left. Which
+documents a row holds and which anchors are drawn follow from the seed and the step alone, so that a run that was killed
+and resumed computes the same bits as one that was not.
 """
 
 from __future__ import annotations
@@ -14,22 +15,22 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from blockdraft.checkpoints.store import save_draft
 from blockdraft.contract import Contract
-from blockdraft.data.packing import pack_row, packed_order
+from blockdraft.data.packing import PackedRow, pack_row, packed_order
 from blockdraft.data.templates import ChatMode
 from blockdraft.decoding.one_pass import rounds_of_document
-from blockdraft.errors import BlockdraftError
-from blockdraft.files import write_json
+from blockdraft.errors import BlockdraftError, InputError
+from blockdraft.files import reason, write_json, writing
 from blockdraft.fingerprint import already_made
 from blockdraft.losses.metrics import BlockMetrics
 from blockdraft.ops.acceptance import AcceptanceCounts
-from blockdraft.ops.anchors import choose_anchors
+from blockdraft.ops.anchors import Blocks, choose_anchors
 from blockdraft.progress import progress, say
 from blockdraft.records import Document, documents_digest
 from blockdraft.runtime import resolve_dtype
@@ -41,33 +42,33 @@ from blockdraft.training.creation import (
     make_contract,
     make_objective,
 )
-from blockdraft.training.loggers import make_logger
+from blockdraft.training.history import SUMMARY, Progress, Summary, Validation, read_summary, write_summary
+from blockdraft.training.loggers import log_folder, make_logger
 from blockdraft.training.optimizers import Optimizers
 from blockdraft.training.provenance import provenance
 from blockdraft.training.schedules import learning_rate_factor
 from blockdraft.training.split import joined, split_documents
-from blockdraft.training.state import newest_state, save_state
+from blockdraft.training.state import State, StateFolder
 from blockdraft.training.state_files import StateFiles
 from blockdraft.training.states import InProcess, StateSource, TrainingStates
-from blockdraft.training.step import row_loss
+from blockdraft.training.step import positions_before, row_loss
 from blockdraft.verifiers.base import Verifier
 
 BEST, LAST, STATES = "checkpoint_best", "checkpoint_last", "states"
-RECORD, SUMMARY = "settings.json", "summary.json"
+RECORD = "settings.json"
 # Settings that do not change what is trained, but for rounding. A run may go on on another device.
 _SAVING_ONLY = ("save_path", "checkpoint_freq", "log_freq", "logger", "log_dir", "run_name", "threads", "device",
-                "dry_run", "hidden_states_path", "on_missing", "on_generate")  # fmt: skip
+                "dry_run", "hidden_states_path", "on_missing", "on_generate", "restart")  # fmt: skip
 
 
-@dataclass(slots=True)
-class Progress:
-    """Where training stands; saved with the state."""
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A row of a step, with its anchors drawn."""
 
-    step: int = 0
-    seconds: float = 0.0
-    """Spent in updates alone, over all runs that were resumed; validation and saving excluded."""
-    best_length: float = 0.0
-    history: list[dict[str, float]] = field(default_factory=list)
+    indices: list[int]
+    packed: PackedRow
+    blocks: Blocks
+    generator: torch.Generator
 
 
 class Trainer:
@@ -86,6 +87,7 @@ class Trainer:
         mode: ChatMode | None = None,
     ) -> None:
         self.settings, self.verifier, self.mode = settings, verifier, mode or ChatMode()
+        self._logs = log_folder(settings)
         self.objective = make_objective(settings, settings.speculator_type)
         self.config = draft_config(settings, verifier, documents)
         source = states.source if states else self._source()
@@ -94,8 +96,9 @@ class Trainer:
         self.vocabulary = draft_vocabulary(self.config, self.train)
         self.contract: Contract = make_contract(self.config, verifier, self.vocabulary)
         self.rows = self._planned_rows()
-        self.total_steps = max(1, len(self.rows) // settings.grad_accum)
+        self.total_steps = math.ceil(len(self.rows) / settings.grad_accum)
         self.progress = Progress()
+        self._saved = StateFolder(settings.save_path / STATES)
         self.states = states or TrainingStates(source, self.documents, settings.states_memory_gib)
 
     def _source(self) -> StateSource:
@@ -143,22 +146,63 @@ class Trainer:
             self.draft.compile_layers()
         self.optimizers = Optimizers(self.draft, self.settings)
 
-    def prepare(self) -> None:
-        """Make hidden states and the draft, and take up an earlier run's state if there is one.
+    def finished(self) -> dict[str, Any] | None:
+        """The summary of an earlier run with these settings that came to its end; None where there is none.
 
         Raises:
             InputError: the folder holds a run with other settings.
         """
         folder = self.settings.save_path
-        already_made(folder / RECORD, _plain(self.facts()), "--save-path")
+        if self.settings.restart or not self._continues() or not (folder / SUMMARY).exists():
+            return None
+        summary = read_summary(folder, "--save-path")
+        whole = all((folder / name).is_dir() for name in (BEST, LAST))
+        return summary.to_dict() if whole and summary.steps == self.total_steps else None
+
+    def prepare(self) -> None:
+        """Make hidden states and the draft, and take up an earlier run's state if there is one.
+
+        Raises:
+            InputError: the folder holds a run with other settings, or one whose states are all damaged.
+        """
+        folder = self.settings.save_path
+        if self.settings.restart:
+            self._forget_the_earlier_run()
+        self._continues()
+        state = self._saved.newest()
         self.create()
         write_json(folder / RECORD, {"facts": _plain(self.facts()), "settings": resolved(self.settings)})
-        state = newest_state(folder / STATES)
         if state is not None:
-            self.draft.load_state_dict(state["draft"])
-            self.optimizers.load_state_dict(state["optimizers"])
-            self.progress = Progress(**state["progress"])
+            self._take_up(state)
             say(f"resuming after step {self.progress.step} of {self.total_steps}")
+
+    def _continues(self) -> bool:
+        """Whether the folder holds a run with these settings; False where it holds none."""
+        folder = self.settings.save_path
+        remedy = "choose another folder, or start again in this one with --restart"
+        if already_made(folder / RECORD, _plain(self.facts()), "--save-path", remedy):
+            return True
+        if self._saved:
+            raise InputError("--save-path", folder, f"holds training states, but no {RECORD} to say of what; {remedy}")
+        return False
+
+    def _forget_the_earlier_run(self) -> None:
+        """Its checkpoints stay until those of the new one replace them."""
+        self._saved.clear()
+        for name in (RECORD, SUMMARY):
+            with writing(self.settings.save_path / name):
+                (self.settings.save_path / name).unlink(missing_ok=True)
+
+    def _take_up(self, state: State) -> None:
+        try:
+            self.draft.load_state_dict(state.draft)
+            self.optimizers.load_state_dict(state.optimizers)
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:  # whole, but of another version's draft
+            raise InputError(
+                "--save-path", self.settings.save_path, f"its training states do not fit the draft ({reason(error)}); "
+                "start again with --restart",
+            ) from None  # fmt: skip
+        self.progress = state.progress
 
     def seconds_per_step(self, num_steps: int = 4) -> float:
         """Time updates, to plan how many fit into a given time. They spoil the draft: make a new trainer to train."""
@@ -174,8 +218,8 @@ class Trainer:
         Raises:
             KeyboardInterrupt: stopped by a signal; the state is saved and the next run goes on from it.
         """
-        settings, folder = self.settings, self.settings.save_path
-        logger = make_logger(settings.logger, (settings.log_dir or folder / "logs") / settings.run_name)
+        settings = self.settings
+        logger = make_logger(settings.logger, self._logs)
         every = max(1, round(settings.checkpoint_freq * self.steps_per_epoch))
         window: BlockMetrics | None = None
         losses: list[float] = []
@@ -204,7 +248,8 @@ class Trainer:
                     self._save_state()
                 if stop() and not finished:
                     logger.close()
-                    raise KeyboardInterrupt(f"stopped after step {step}; the same command goes on from there")
+                    command = "the same command" + (" without --restart" if settings.restart else "")
+                    raise KeyboardInterrupt(f"stopped after step {step}; {command} goes on from there")
         logger.close()
         return self._finish()
 
@@ -213,32 +258,45 @@ class Trainer:
         return learning_rate_factor(step, self.total_steps, settings.scheduler_warmup_ratio, settings.scheduler_type)
 
     def _update(self, step: int, factor: float) -> tuple[float, BlockMetrics]:
-        accum = self.settings.grad_accum
-        total, metrics = 0.0, None
-        for index in range(step * accum, (step + 1) * accum):
-            loss, row_metrics = self._backward(index, accum)
-            total += loss / accum
-            metrics = row_metrics if metrics is None else metrics + row_metrics
-        parameters = list(self.draft.parameters())
+        loss, metrics = self._gradients(step)
         limit = self.settings.max_grad_norm or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
-        if not (math.isfinite(total) and bool(norm.isfinite())):
+        norm = torch.nn.utils.clip_grad_norm_(list(self.draft.parameters()), limit)
+        if not (math.isfinite(loss) and bool(norm.isfinite())):
             self._refuse_nan(step)
         self.optimizers.step(factor)
+        return loss, metrics
+
+    def _rows_of(self, step: int) -> range:
+        accum = self.settings.grad_accum
+        return range(step * accum, min((step + 1) * accum, len(self.rows)))
+
+    def _gradients(self, step: int) -> tuple[float, BlockMetrics]:
+        """Add up the gradients of a step's rows, as if they were one row; returns its loss and metrics."""
+        # Anchors of all rows first: what the step is divided by is known before the first backward pass.
+        rows = [self._row(index) for index in self._rows_of(step)]
+        num_proposed = self.config.num_proposed
+        supervised = sum(int(positions_before(row.blocks, num_proposed)[1].sum()) for row in rows)
+        objective = self.objective.at(step / self.total_steps)
+        total, metrics = 0.0, None
+        for row in rows:
+            states = self.states.get(row.indices, noise_std=self.settings.noise_std, generator=row.generator)
+            with self._autocast():
+                outcome = row_loss(
+                    self.draft, row.packed, states, row.blocks, objective, self.verifier.logit_softcap, supervised,
+                    self.verifier.head_VE,
+                )  # fmt: skip
+            outcome.loss.backward()
+            total += float(outcome.loss.detach())
+            metrics = outcome.metrics if metrics is None else metrics + outcome.metrics
         assert metrics is not None
         return total, metrics
 
-    def _backward(self, row_index: int, accum: int) -> tuple[float, BlockMetrics]:
-        indices = self.rows[row_index]
-        row = pack_row([self.train[index] for index in indices])
-        generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + row_index)
+    def _row(self, index: int) -> _Row:
+        indices = self.rows[index]
+        row = pack_row([self.train[document] for document in indices])
+        generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + index)
         blocks = choose_anchors(row.loss_mask, row.lengths, self.settings.max_anchors, generator)
-        states = self.states.get(indices, noise_std=self.settings.noise_std, generator=generator)
-        objective = self.objective.at(row_index / max(1, len(self.rows)))
-        with self._autocast():
-            outcome = row_loss(self.draft, row, states, blocks, objective, self.verifier.logit_softcap)
-        (outcome.loss / accum).backward()
-        return float(outcome.loss.detach()), outcome.metrics
+        return _Row(indices, row, blocks, generator)
 
     def _autocast(self) -> Any:
         half = self.verifier.dtype == torch.bfloat16
@@ -248,9 +306,7 @@ class Trainer:
         broken = [
             n for n, p in self.draft.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())
         ]
-        accum = self.settings.grad_accum
-        rows = self.rows[step * accum : (step + 1) * accum]
-        names = [self.train[index].id for row in rows for index in row]
+        names = [self.train[document].id for index in self._rows_of(step) for document in self.rows[index]]
         raise BlockdraftError(
             f"step {step + 1}: the gradient of {', '.join(broken[:3]) or 'the loss'} is not finite; "
             f"documents {names[:8]}; the state before it is kept: lower --lr or --muon-lr, or look at these documents"
@@ -267,7 +323,7 @@ class Trainer:
                 rounds += rounds_of_document(self.draft, document, states.taps, [k])[k]
         counts = AcceptanceCounts.of(rounds, k)
         figures = {"acceptance_length": counts.acceptance_length, "acceptance_rate": counts.acceptance_rate}
-        self.progress.history.append({"step": self.progress.step, "seconds": self.progress.seconds, **figures})
+        self.progress.history += (Validation(self.progress.step, self.progress.seconds, **figures),)
         if counts.acceptance_length > self.progress.best_length:
             self.progress.best_length = counts.acceptance_length
             self._save_checkpoint(BEST)
@@ -282,34 +338,28 @@ class Trainer:
             total_steps=self.total_steps,
             documents_seen=seen,
             train_documents=len(self.train),
-            validation=self.progress.history[-1:],
+            validation=[dataclasses.asdict(each) for each in self.progress.history[-1:]],
             chat=dataclasses.asdict(self.mode),
         )
         dtype = resolve_dtype(self.settings.save_dtype, self.verifier.device, "--save-dtype")
         save_draft(self.settings.save_path / name, self.draft, self.contract, dtype, record)
 
     def _save_state(self) -> None:
-        progress = self.progress
-        state = {
-            "draft": self.draft.state_dict(),
-            "optimizers": self.optimizers.state_dict(),
-            "progress": dataclasses.asdict(progress),
-        }
-        save_state(self.settings.save_path / STATES, progress.step, state)
+        self._saved.save(State(self.draft.state_dict(), self.optimizers.state_dict(), self.progress))
 
     def _finish(self) -> dict[str, Any]:
         folder = self.settings.save_path
         self._save_checkpoint(LAST)
-        summary = {
-            "checkpoint": str(folder / BEST),
-            "steps": self.total_steps,
-            "documents": len(self.train),
-            "parameters": sum(parameter.numel() for parameter in self.draft.parameters()),
-            "best_acceptance_length": self.progress.best_length,
-            "history": self.progress.history,
-        }
-        write_json(folder / SUMMARY, summary)
-        return summary
+        summary = Summary(
+            checkpoint=str(folder / BEST),
+            steps=self.total_steps,
+            documents=len(self.train),
+            parameters=sum(parameter.numel() for parameter in self.draft.parameters()),
+            best_acceptance_length=self.progress.best_length,
+            history=self.progress.history,
+        )
+        write_summary(folder, summary)
+        return summary.to_dict()
 
 
 @contextmanager

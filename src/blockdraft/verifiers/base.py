@@ -70,7 +70,6 @@ class Verifier(Protocol):
     identity: VerifierIdentity
     tokenizer: Any
     head_VE: Tensor
-    final_norm: str
     logit_softcap: float | None
     context_length: int
     """Positions of the decoder."""

@@ -22,16 +22,7 @@ from blockdraft.verifiers.hub import commit_of, require_hub_id, unreadable
 from blockdraft.verifiers.matrices import Layout, digest_of_files, digest_of_model, matrices_of, sampled_rows
 from blockdraft.verifiers.tensor_files import read_rows, tensors_of
 
-# Final norms that multiply by (1 + w). Everything else with "RMSNorm" in its class multiplies by w.
-_PLUS_ONE_TYPES = frozenset(
-    {"gemma", "gemma2", "gemma3", "gemma3_text", "recurrent_gemma", "qwen3_5", "qwen3_5_text", "t5gemma2_decoder"}
-)
 ENCODER_DECODER_TYPES = frozenset({"t5gemma2"})  # model types with an encoder that a verifier is known for
-
-
-def final_norm_of(config: Any) -> str:
-    """ "rms" (x * w) or "rms_plus_one" (x * (1 + w)), by the text config."""
-    return "rms_plus_one" if config.model_type in _PLUS_ONE_TYPES else "rms"
 
 
 def softcap_of(config: Any) -> float | None:
@@ -95,8 +86,8 @@ class SampledWeights:
 
 def read_identity(
     name_or_path: str, trust_remote_code: bool = False, revision: str | None = None
-) -> tuple[VerifierIdentity, str, float | None]:
-    """Identity, final norm and soft cap of a folder or hub id, reading its norms and a few rows of its matrices.
+) -> tuple[VerifierIdentity, float | None]:
+    """Identity and soft cap of a folder or hub id, reading its norms and a few rows of its matrices.
 
     Raises:
         InputError: nothing there, or its norms are not found.
@@ -116,7 +107,7 @@ def read_identity(
     text = model.config.get_text_config()
     identity = identity_of(model, tokenizer, name_or_path, weights)
     identity = dataclasses.replace(identity, revision=commit_of(name_or_path, revision))
-    return identity, final_norm_of(text), softcap_of(text)
+    return identity, softcap_of(text)
 
 
 def _read_weights(model: Any, name_or_path: str, revision: str | None) -> SampledWeights:

@@ -24,7 +24,7 @@ from blockdraft.verifiers.architecture import (
 )
 from blockdraft.verifiers.attention import register
 from blockdraft.verifiers.base import LayerShape
-from blockdraft.verifiers.identity import final_norm_of, identity_of, softcap_of, stop_ids_of
+from blockdraft.verifiers.identity import identity_of, softcap_of, stop_ids_of
 
 GREEDY_ROWS = 128  # positions whose logits exist at once when only the likeliest token is wanted
 
@@ -46,7 +46,6 @@ class InProcessVerifier:
         self.head_VE: Tensor = model.get_output_embeddings().weight
         self.logit_softcap = softcap_of(config)
         self._logit_scale = logit_scale_of(config)
-        self.final_norm = final_norm_of(config)
         self.context_length: int = config.max_position_embeddings
         self.stop_ids = stop_ids_of(model.generation_config, tokenizer)
         model.set_attn_implementation(register())
