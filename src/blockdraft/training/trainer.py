@@ -9,6 +9,7 @@ and resumed computes the same bits as one that was not.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import signal
@@ -136,7 +137,11 @@ class Trainer:
         settings = {key: value for key, value in resolved(self.settings).items() if key not in ignored}
         contract = self.contract.to_dict()
         del contract["verifier"]["name"]
-        return {**settings, "contract": contract, "data": documents_digest((*self.train, *self.validation))}
+        return {
+            **settings,
+            "contract": contract,
+            "data": documents_digest(itertools.chain(self.train, self.validation)),
+        }
 
     def create(self) -> None:
         """Make hidden states and a fresh draft."""
