@@ -13,6 +13,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import acceptance  # noqa: E402
+import soak  # noqa: E402
 import t5gemma2_step  # noqa: E402
 from assets.t5gemma2 import Asset  # noqa: E402
 from blockdraft.serving.launcher import Launch, without_draft  # noqa: E402
@@ -50,6 +51,18 @@ def test_the_server_without_a_draft_differs_in_nothing_else() -> None:
     wanted = "vllm serve verifier --dtype float32 --host 127.0.0.1 --port 8301 --enforce-eager"
     assert (" ".join(plain.command), plain.url) == (wanted, "http://127.0.0.1:8301")
     assert plain.environment == {"A": "1"} and command[8] == "8300"
+
+
+def test_a_soak_is_a_row_with_all_answers_and_the_growth_of_memory() -> None:
+    memory = [
+        {"server": 600.0, "Worker": 400.0},
+        {"server": 610.0, "Worker": 500.0},
+        {"server": 610.0, "Worker": 440.0},
+    ]
+    found = {"model": "tiny", "requests": 2000, "statuses": {"0": 300, "200": 1100, "400": 590, "500": 10},
+             "seconds": 47.3, "memory_mib": memory}  # fmt: skip
+    wanted = ["tiny", "2,000", "1,100", "590", "300", "10", "47", "1,000", "1,110", "1,050", "+5.0%"]
+    assert soak.row(found) == wanted and len(wanted) == len(soak.COLUMNS)
 
 
 def test_growth_is_read_at_minutes_and_drawn(tmp_path: Path) -> None:

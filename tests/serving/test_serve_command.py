@@ -57,6 +57,9 @@ def test_the_plan_says_what_is_served(workshop: Path, monkeypatch: pytest.Monkey
     assert plan.command[:3] == [str(Path(sys.executable).with_name("vllm")), "serve", str(workshop / "verifier")]
     assert plan.command[-2:] == ["--max-num-seqs", "2"]
     assert plan.environment["OMP_WAIT_POLICY"] == "PASSIVE" and plan.environment["OMP_NUM_THREADS"] == "1"
+    assert plan.environment.get("LD_PRELOAD") == (
+        str(launcher.INTEL_OPENMP) if launcher.INTEL_OPENMP.is_file() else None
+    )
     for word in (str(workshop / "verifier"), "dflare", "K=3", "context full", f"http://127.0.0.1:{port}"):
         assert word in plan.summary
 
@@ -85,9 +88,21 @@ def test_the_command_prints_its_plan_and_passes_unknown_flags_on(
     assert err.count("\n") == 1 and "K=8" in err
 
 
+def test_k_by_load_is_given_to_the_engine(workshop: Path) -> None:
+    settings = ServeSettings(checkpoint=workshop / "dflash", port=free_port(), k_by_load=("2:5", "4:3", "8:0"))
+    plan = planned(settings)
+    speculative = json.loads(plan.command[plan.command.index("--speculative-config") + 1])
+    assert speculative["num_speculative_tokens"] == 5
+    assert speculative["num_speculative_tokens_per_batch_size"] == [[1, 2, 5], [3, 4, 3], [5, 8, 0]]
+    assert "K=5, 3 above 2 requests at once, 0 above 4 requests at once, context full" in plan.summary
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"k": 3, "k_by_load": ("2:5",)}, "--k: 3: --k-by-load says it already"),
+        ({"k_by_load": ("2:5", "4:0"), "self_test": True}, "--self-test: with --k-by-load"),
+        ({"data_path": Path("x.jsonl")}, "--data-path: x.jsonl: belongs to --self-test"),
         ({"k": 8}, "--k: 8: a draft of block size 8 proposes 1 to 7 tokens"),
         ({"verifier_name_or_path": "stranger"}, "verifier architecture: the draft was trained for LlamaForCausalLM"),
         ({"verifier_name_or_path": "smollm2-135m-instruct"}, "vLLM takes a folder; unpack it first"),

@@ -27,6 +27,8 @@ OURS = ("--speculative-config", "-sc", "--model", "--tokenizer", "--dtype", "--h
 PLUGIN_GROUP, PLUGIN = "vllm.general_plugins", "blockdraft"
 CPU_CACHE_GIB = 1  # key/value cache on processors where nobody says otherwise; vLLM would take half of the memory
 
+INTEL_OPENMP = Path(sys.prefix) / "lib" / "libiomp5.so"
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:
@@ -95,6 +97,8 @@ def engine_environment(threads: int, cpu: bool, v1_runner: bool) -> dict[str, st
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         variables["OMP_NUM_THREADS"] = str(threads or os.cpu_count() or 1)
         variables["VLLM_CPU_KVCACHE_SPACE"] = str(CPU_CACHE_GIB)
+        if INTEL_OPENMP.is_file():  # comes with the wheel; vLLM wants it loaded first where it speculates
+            variables["LD_PRELOAD"] = str(INTEL_OPENMP)
     elif v1_runner:
         variables["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     return {name: os.environ.get(name, value) for name, value in variables.items()}

@@ -70,7 +70,7 @@ def measure(url: str, prompts: Sequence[list[int]], at_once: Sequence[int] = REQ
             def tokens(prompt: list[int], limit: int, client: EngineClient = client) -> int:
                 return len(client.complete(prompt, [], max_tokens=limit, temperature=0, ignore_eos=True).tokens)
 
-            list(pool.map(lambda prompt: tokens(prompt, 4), asked[:count]))
+            list(pool.map(lambda prompt: tokens(prompt, TOKENS), asked[:count]))
             start = time.perf_counter()
             total = sum(pool.map(lambda prompt: tokens(prompt, TOKENS), asked))
             rates.append(Rate(count, total / (time.perf_counter() - start)))
