@@ -37,7 +37,7 @@ def draft_server(verifier: Verifier, draft: BlockDraft, k: int, wrong: bool = Fa
         return {
             "id": "cmpl-1",
             "choices": [{"token_ids": tokens}],
-            "metrics": {"speculative_decoding": {"per_step_accepted": agreed}},
+            "metrics": {"speculative_decoding": {"per_step_accepted": agreed, "num_spec_tokens": k}},
         }
 
     class Handler(BaseHTTPRequestHandler):

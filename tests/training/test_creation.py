@@ -141,7 +141,7 @@ def test_taps_by_depth_fit_verifiers_of_any_size(tiny_verifier: CausalVerifier) 
     assert draft_config(given, tiny_verifier, DOCUMENTS).tap_ids == (0, 1, 2, 3)
     with pytest.raises(InputError, match="give these or --target-layer-ids"):
         draft_config(settings(tap_depths=depths, target_layer_ids=(1, 2)), tiny_verifier, DOCUMENTS)
-    with pytest.raises(InputError, match=r"--tap-depths: 1.5: must be between 0"):
+    with pytest.raises(InputError, match=r"--tap-depths: 1.5: must be 0 or more and at most 1"):
         settings(tap_depths=(1.5,))
 
 

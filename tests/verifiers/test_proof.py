@@ -105,7 +105,7 @@ def test_an_encoder_decoder_is_proved_past_its_windows(monkeypatch: pytest.Monke
     for config in (verifier.model.config.decoder, verifier.model.config.encoder.text_config):
         config.sliding_window = 60
     verifier.prove()
-    monkeypatch.setattr(EncoderDecoderVerifier, "_window", property(lambda self: 10**6))
+    monkeypatch.setattr(EncoderDecoderVerifier, "_encoder_window", property(lambda self: 10**6))
     with pytest.raises(InputError, match="differ from the model's own by"):
         verifier.prove()
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blockdraft.choices import Logger, OnGenerate, OnMissing, Optimizer, SavedDtype, Schedule, Switch
-from blockdraft.settings.base import check, required, setting
+from blockdraft.settings.base import required, setting
 from blockdraft.settings.common import VerifierSettings
 from blockdraft.settings.draft import DraftSettings, ObjectiveSettings
 
@@ -55,11 +55,6 @@ class TrainSettings(ObjectiveSettings, DraftSettings, VerifierSettings):
     save_dtype: SavedDtype = setting("float32", "dtype of the saved weights: float32 or bfloat16")
     dry_run: bool = setting(False, "check everything and print the resolved settings; train nothing")
     restart: bool = setting(False, "start again: forget the training state of an earlier run in --save-path")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        plain = self.run_name not in (".", "..") and not set(self.run_name) & set("/\\")
-        check(plain, "run_name", self.run_name, "must be a name without slashes")
 
 
 @dataclass(frozen=True, kw_only=True)
