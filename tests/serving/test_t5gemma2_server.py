@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx2 as httpx
 import psutil
@@ -120,6 +121,16 @@ def test_ids_that_are_no_tokens_are_the_clients_mistake(server: Server) -> None:
     answer = server.post("completions", prompt=[5, 100_000], max_tokens=4)
     assert answer.status_code == 400 and "token 100000" in answer.text
     assert server.post("completions", prompt=[20, 21], max_tokens=4).status_code == 200
+
+
+@pytest.mark.parametrize("more", [{}, {"logprobs": 2}, {"stream": True}])
+def test_an_echo_is_the_source(server: Server, texts: list[str], small_verifier: Any, more: dict[str, Any]) -> None:
+    source = small_verifier.tokenizer(texts[0])["input_ids"]
+    for prompt in (texts[0], source):
+        answer = server.post("completions", prompt=prompt, echo=True, max_tokens=4, **more)
+        assert answer.status_code == 200
+        first = json.loads(answer.text.split("data: ")[1]) if more.get("stream") else answer.json()
+        assert first["choices"][0]["text"].startswith(texts[0])
 
 
 def test_no_request_ends_the_server(

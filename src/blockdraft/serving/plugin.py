@@ -227,7 +227,7 @@ def _serve_t5gemma2() -> None:
     vllm.ModelRegistry.register_model(T5GEMMA2, "blockdraft.serving.t5gemma2.model:T5Gemma2ForConditionalGeneration")
     for owner, name, wrapper in (
         (BaseRenderer, "process_for_engine", hooks.process_prompt),
-        (BaseRenderer, "process_for_engine_async", hooks.process_prompt),
+        (BaseRenderer, "process_for_engine_async", hooks.process_prompt_async),
         (BaseRenderer, "get_dec_start_token_id", hooks.decoder_start_token),
         (GPUModelRunner, "_execute_mm_encoder", hooks.execute_encoder),
     ):

@@ -7,14 +7,21 @@ from typing import Any
 
 from torch import Tensor
 
-from blockdraft.serving.t5gemma2.prompts import SourceProcessor, with_source
+from blockdraft.serving.t5gemma2.prompts import SourceProcessor, with_source, with_text
 
 Stock = Callable[..., Any]
 
 
 def process_prompt(renderer: Any, stock: Stock, prompt: Any, arrival_time: float, **kwargs: Any) -> Any:
-    """Around the renderer's `process_for_engine` and its asynchronous sister."""
-    return stock(renderer, with_source(renderer, prompt), arrival_time, **kwargs)
+    """Around the renderer's `process_for_engine`."""
+    given = with_source(renderer, prompt)
+    return with_text(stock(renderer, given, arrival_time, **kwargs), given)
+
+
+async def process_prompt_async(renderer: Any, stock: Stock, prompt: Any, arrival_time: float, **kwargs: Any) -> Any:
+    """Around its asynchronous variant."""
+    given = with_source(renderer, prompt)
+    return with_text(await stock(renderer, given, arrival_time, **kwargs), given)
 
 
 def decoder_start_token(renderer: Any, stock: Stock) -> int:

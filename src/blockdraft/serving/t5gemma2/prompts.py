@@ -131,3 +131,15 @@ def with_source(renderer: Any, prompt: Any) -> Any:
     if not encoder.get("multi_modal_data"):
         encoder = {**encoder, "multi_modal_data": {MODALITY: [encoder["prompt_token_ids"]]}}
     return {"encoder_prompt": encoder, "decoder_prompt": prompt.get("decoder_prompt")}
+
+
+def with_text(processed: Any, prompt: Any) -> Any:
+    """A processed prompt that still has its text, which a request with `echo` wants back: that of the source.
+
+    Args:
+        prompt: what was processed (`with_source`).
+    """
+    text = prompt.get("encoder_prompt", {}).get("prompt") if isinstance(prompt, dict) else None
+    if text is not None and processed.get("type") == "enc_dec":
+        processed["encoder_prompt"]["prompt"] = text
+    return processed
