@@ -19,6 +19,7 @@ WRONG = [
     ("cuda:99", "on this machine"),
     ("foo", "torch knows no such device; give auto, cpu, cuda or cuda:1"),
     ("meta", "finds none on this machine"),
+    ("", "must not be empty"),
 ]
 
 
@@ -44,5 +45,5 @@ def test_a_wrong_device_is_one_line_before_any_work(
     code = run(arguments)
     captured = capsys.readouterr()
     assert code == 2 and not captured.out
-    assert captured.err.startswith(f"blockdraft: --device: {device}: ") and says in captured.err
+    assert captured.err.startswith(f"blockdraft: --device: {device or repr(device)}: ") and says in captured.err
     assert captured.err.count("\n") == 1 and not list(tmp_path.iterdir())

@@ -97,6 +97,26 @@ def test_k_by_load_is_given_to_the_engine(workshop: Path) -> None:
     assert "K=5, 3 above 2 requests at once, 0 above 4 requests at once, context full" in plan.summary
 
 
+def test_pairs_may_be_written_with_spaces(workshop: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = ["--k-by-load", "2:5", "4:3", "8:0"]
+    code, out, err = call(
+        capsys,
+        "serve",
+        workshop / "dflash",
+        "--port",
+        free_port(),
+        *steps,
+        "--dry-run",
+        "--json",
+        "--max-model-len",
+        "128",
+    )
+    assert code == 0, err
+    command = json.loads(out)["command"]
+    assert "[[1, 2, 5], [3, 4, 3], [5, 8, 0]]" in " ".join(command)
+    assert command[-2:] == ["--max-model-len", "128"] and "4:3" not in command
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

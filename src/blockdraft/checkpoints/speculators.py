@@ -184,7 +184,7 @@ def parse_config(raw: dict[str, Any], where: str) -> tuple[DraftConfig, Contract
 
 
 def _require_angles(config: DraftConfig, where: str) -> None:
-    """Refuse rotary parameters that give no angles."""
+    """Reject rotary parameters that give no angles."""
     try:
         usable = RotaryPositions(config).usable()
     except Exception as error:  # each rotary type reads its parameters as it likes

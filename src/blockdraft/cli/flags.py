@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import re
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,23 +52,24 @@ def _unparsed(field: dataclasses.Field[Any]) -> bool:
     return bool(field.metadata.get("unparsed"))
 
 
-def list_flags(cls: type) -> frozenset[str]:
-    """Flags of `cls` that take several numbers."""
+_NUMBER = r"\d+(\.\d+)?|\.\d+"
+
+
+def list_flags(cls: type) -> dict[str, str]:
+    """Flags of `cls` behind which several values may stand, each with the pattern of those after the first."""
     kinds = {name: value_type(hint) for name, hint in type_hints(cls).items()}
-    return frozenset(
-        flag_name(field.name)
-        for field in dataclasses.fields(cls)
-        if kinds[field.name] in ((int, True), (float, True)) and not field.metadata["argument"]
-    )
+    patterns = {}
+    for field in dataclasses.fields(cls):
+        pattern = _NUMBER if kinds[field.name] in ((int, True), (float, True)) else field.metadata.get("each")
+        if pattern and not field.metadata["argument"]:
+            patterns[flag_name(field.name)] = pattern
+    return patterns
 
 
-_NUMBER = re.compile(r"\d+(\.\d+)?|\.\d+")
-
-
-def spread_lists(arguments: list[str], flags: frozenset[str]) -> list[str]:
+def spread_lists(arguments: list[str], flags: Mapping[str, str]) -> list[str]:
     """Turn `--k 1 3 7` into `--k 1 --k 3 --k 7`, as recorded training commands write lists of numbers.
 
-    A flag takes the value behind it, whatever that is, and every number that follows.
+    A flag takes the value behind it, whatever that is, and all that follow and fit its pattern.
     """
     spread: list[str] = []
     rest = list(arguments)
@@ -78,7 +79,7 @@ def spread_lists(arguments: list[str], flags: frozenset[str]) -> list[str]:
             spread.append(argument)
             continue
         spread += [argument, rest.pop(0)]
-        while rest and _NUMBER.fullmatch(rest[0]):
+        while rest and re.fullmatch(flags[argument], rest[0]):
             spread += [argument, rest.pop(0)]
     return spread
 

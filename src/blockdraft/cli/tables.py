@@ -57,7 +57,7 @@ def show_training(result: dict[str, Any]) -> None:
 
 
 def show_prepared(result: dict[str, Any], console: Console | None = None) -> None:
-    """What became of every row of every source; or, for a preview, texts with the learned tokens coloured."""
+    """What became of every row of every source; or, for a preview, texts with the supervised tokens colored."""
     console = console or _console()
     if "preview" in result:
         for text in result["preview"]:

@@ -17,8 +17,6 @@ import numpy as np
 from blockdraft.data.conversations import Conversation, Messages, RowError, reply_turns, request
 from blockdraft.records import Span
 
-REWRITTEN_HISTORY = ("last", "split", "reject")
-
 
 @dataclass(frozen=True, slots=True)
 class Encoded:

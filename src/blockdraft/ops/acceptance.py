@@ -39,7 +39,7 @@ def accept_sampled(
 
     Args:
         drafted_RW: K drafted ids a row.
-        draft_probs_RWV: what each was drawn from; None where they were chosen without chance, as the likeliest are: a
+        draft_probs_RWV: what each was drawn from; None where they were chosen without chance, as the most likely are: a
             distribution with all its mass on one token, so that a token is accepted with the verifier's probability.
         verifier_probs_RXV: the verifier's distributions at the K + 1 positions.
         lengths_R: how many of its drafted ids each row proposes; None proposes all. The length may depend on the

@@ -47,14 +47,15 @@ class Range:
         return "must be " + " and ".join(part for part in (low, high) if part)
 
 
-def setting(default: Any, help: str, *, argument: bool = False, **limits: float) -> Any:
+def setting(default: Any, help: str, *, argument: bool = False, each: str | None = None, **limits: float) -> Any:
     """A field with its help text.
 
     Args:
         argument: it stands on the command line without a flag.
+        each: pattern of the values of a tuple of texts, of which several may follow one flag.
         limits: `Range` of a number, or of each number of a tuple.
     """
-    metadata = {"help": help, "argument": argument, "range": Range(**limits) if limits else None}
+    metadata = {"help": help, "argument": argument, "each": each, "range": Range(**limits) if limits else None}
     return dataclasses.field(default=default, metadata=metadata)
 
 

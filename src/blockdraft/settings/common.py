@@ -64,11 +64,11 @@ class CheckpointSettings(ComputeSettings):
     thinking: Thinking = setting("trained", THINKING_HELP)
 
 
-TOP_K_HELP = "sample among the k likeliest tokens; 0 among all"
-TOP_P_HELP = "sample among the likeliest tokens that hold this much probability"
+TOP_K_HELP = "sample among the k most likely tokens; 0 among all"
+TOP_P_HELP = "sample among the most likely tokens that hold this much probability"
 DRAFT_SAMPLE_HELP = (
-    "how proposals are chosen at a temperature above 0: greedy (each slot's likeliest token) or probabilistic (drawn); "
-    "the text follows the verifier's distribution either way"
+    "how proposals are chosen at a temperature above 0: greedy (each slot's most likely token) or probabilistic "
+    "(drawn); the text follows the verifier's distribution either way"
 )
 LOWEST_TEMPERATURE = 0.01  # under it logits overflow; vLLM raises what is lower to this
 

@@ -86,7 +86,7 @@ class PrepareSettings(TemplateSettings, OriginSettings):
     seed: int = setting(42, "seed of the draw and of the order", at_least=0)
     num_workers: int = setting(0, "processes that encode; 0: one for each CPU core", at_least=0, at_most=4096)
     preview: int = setting(
-        0, "show so many texts of each source with the learned tokens coloured; write nothing", at_least=0
+        0, "show so many texts of each source with the supervised tokens colored; write nothing", at_least=0
     )
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ class DraftSettings(Settings):
 
     PANEL: ClassVar[str] = "The draft: sockets and shape"
 
-    speculator_type: SpeculatorType = setting("dflash", "dflash, dflare or dspark: a preset of the sockets below")
+    speculator_type: SpeculatorType = setting("dflash", "dflash, dflare or dspark: a preset of the components below")
     context_fusion: ContextFusion | None = setting(None, f"projected or layerwise; {_BY_TYPE}")
     context_kv: ContextKV | None = setting(None, f"shared or separate context projections; {_BY_TYPE}")
     sequential_head: SequentialHead | None = setting(None, f"none, markov, gated or rnn; {_BY_TYPE}")

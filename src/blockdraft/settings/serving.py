@@ -43,7 +43,9 @@ class ServeSettings(OriginSettings):
     record: Path | None = setting(None, "append every proposed block to this file (JSON lines)")
     dry_run: bool = setting(False, "print the command and its environment, start nothing")
     k_by_load: tuple[str, ...] = setting(
-        (), "K by requests at once, as UP_TO:K; 2:7 4:3 8:0 proposes 7 for up to 2, 3 for up to 4, 0 for more"
+        (),
+        "K by requests at once, as UP_TO:K; 2:7 4:3 8:0 proposes 7 for up to 2, 3 for up to 4, 0 for more",
+        each=r"\d+:\d+",
     )
     self_test: bool = setting(False, "measure at how many requests at once the draft stops paying, then serve")
     data_path: Path | None = setting(None, "prompt file for --self-test (JSON lines); default: held-out records")

@@ -1,7 +1,7 @@
 """The resumable states of a run: weights, optimizer moments, step and history.
 
 States are folders named by step. A state has a digest of its file beside it, and only one that fits its digest and
-has all its parts is ever resumed from. The two newest of those are kept: a damaged one is passed over, said aloud,
+has all its parts is ever resumed from. The two newest of those are kept: a damaged one is passed over with a warning
 and never pushes out a good one.
 """
 
