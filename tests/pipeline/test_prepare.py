@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from blockdraft.settings import PrepareSettings, RegenerateSettings, SamplingSet
 from blockdraft.verifiers.encoder_decoder import EncoderDecoderVerifier
 from blockdraft.verifiers.loading import load_verifier, save_folder
 from conftest import IMAGE, tiny_verifier_of
+from data.data_hub import data_hub
 
 WORDS = [f"w{i}" for i in range(93)]
 COUNTS = {"messages": 700, "pairs": 600, "alpaca": 400, "csv": 200, "ids": 100}
@@ -379,3 +381,33 @@ def test_texts_with_image_tokens_are_left_out(tiny_seq2seq: EncoderDecoderVerifi
     settings = settings_of(str(tmp_path / "verifier"), {}, tmp_path / "d", source=(f"s={path}",), max_reject_share=0.5)
     tokens = prepare(settings)["sources"]["s"]
     assert tokens["rejected"] == {"image tokens in the text": 1} and tokens["kept"] == 3
+
+
+def test_a_hub_data_set_that_changed_is_named(verifier: str, tmp_path: Path) -> None:
+    """The commit is part of what a folder was made from; rows are read at it."""
+    rows = [json.dumps({"prompt": word}) + "\n" for word in WORDS]
+    older, newer = "a" * 40, "b" * 40
+    command = [sys.executable, "-m", "blockdraft.cli.main", "prepare", "--source", "chat=org/set", "--prompts-only",
+               "--verifier-name-or-path", verifier, "--json"]  # fmt: skip
+    variables = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "cache")}
+
+    def run(name: str, hub: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command, "--save-path", str(tmp_path / name)], capture_output=True, text=True,
+            env={**variables, "HF_ENDPOINT": hub},
+        )  # fmt: skip
+
+    with data_hub({older: "".join(rows[:20])}) as (url, hub):
+        done = run("data", url)
+        assert done.returncode == 0, done.stderr
+        record = json.loads(done.stdout)
+        assert record["facts"]["sources"]["chat"]["revision"] == older and record["documents"] == 20
+        assert run("data", url).returncode == 0
+        hub.commits[newer] = "".join(rows).encode()
+        stale = run("data", url)
+        assert stale.returncode == 2 and stale.stderr.count("\n") == 1
+        assert f"sources.chat.revision '{older}', now asked for '{newer}'" in stale.stderr
+        assert json.loads(run("other", url).stdout)["documents"] == len(rows)
+        assert {commit for commit, _ in hub.asked} == {older, newer}
+    gone = run("third", url)
+    assert gone.returncode == 2 and gone.stderr.count("\n") == 1 and "chat=org/set: cannot be read" in gone.stderr

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from blockdraft.checkpoints.store import load_draft
 from blockdraft.decoding.one_pass import one_pass_acceptance
@@ -26,7 +27,7 @@ from blockdraft.training.states import InProcess
 from blockdraft.training.step import block_targets
 from blockdraft.training.trainer import BEST, LAST, STATES, Trainer
 from blockdraft.verifiers.causal import CausalVerifier
-from conftest import random_document
+from conftest import random_document, tiny_verifier_of
 
 DOCUMENTS = [random_document(24 + i % 5, 6 + i % 3, i) for i in range(12)]
 
@@ -319,3 +320,13 @@ def test_replies_of_one_token_teach_nothing_and_break_nothing(
     settings = settings_of(tmp_path, epochs=1.0, total_seq_len=4, train_data_ratio=0.5, speculator_type=method)
     result = trained(settings, tiny_verifier, [*short, random_document(24, 6, 9)])
     assert result["steps"] >= 3
+
+
+@pytest.mark.parametrize(("asked", "saved"), [("auto", torch.bfloat16), ("float32", torch.float32)])
+def test_a_draft_is_saved_in_the_dtype_it_is_served_in(tmp_path: Path, asked: str, saved: torch.dtype) -> None:
+    """The engine warned at every float32 weight that it loads for a bfloat16 verifier."""
+    verifier = tiny_verifier_of("llama", torch.bfloat16)
+    trained(settings_of(tmp_path, dtype="bfloat16", save_dtype=asked, epochs=0.1), verifier)
+    tensors = load_file(tmp_path / "run" / LAST / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()} == {saved}
+    load_draft(tmp_path / "run" / LAST, verifier, torch.bfloat16)

@@ -7,6 +7,7 @@ Everything else is read by pyarrow and `datasets`.
 from __future__ import annotations
 
 import csv
+import dataclasses
 import gzip
 import hashlib
 import io
@@ -45,12 +46,30 @@ def read_rows(source: Source) -> Iterator[Numbered]:
     return _dataset_rows(source)
 
 
+def pinned(source: Source) -> Source:
+    """A source that reads the same rows later: of a hub data set, its newest commit.
+
+    Raises:
+        InputError: the hub cannot be asked, or knows no such data set.
+    """
+    if source.location.startswith(BUILTIN) or Path(source.location).exists():
+        return source
+    from huggingface_hub import HfApi
+
+    try:
+        commit = HfApi().dataset_info(_hub_name(source)[0]).sha
+    except Exception as error:  # whatever the hub's client raises
+        raise _unreadable(source, error) from None
+    return dataclasses.replace(source, revision=commit)
+
+
 def file_digest(source: Source) -> str:
     """What the source's content is known by: a hash of its files, or for hub ids and builtins of what they are."""
     path = Path(source.location)
     files = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
     if not path.exists():
-        facts = json.dumps(workload_prompts(_workload(source))) if source.location.startswith(BUILTIN) else ""
+        builtin = source.location.startswith(BUILTIN)
+        facts = json.dumps(workload_prompts(_workload(source))) if builtin else source.revision or ""
         return hashlib.sha256(f"{source.location}:{source.split}:{facts}".encode()).hexdigest()[:16]
     total = hashlib.sha256()
     for file in files:
@@ -189,14 +208,23 @@ def _dataset_rows(source: Source) -> Iterator[Numbered]:
             if isinstance(found, datasets.DatasetDict):
                 found = found[source.split or "train"]
         else:
-            name, config = source.location, None
-            if not path.exists() and name.count("/") == 2:  # a hub id has one slash; what follows a second is its part
-                name, _, config = name.rpartition("/")
-            found = datasets.load_dataset(name, config, split=source.split or "train", streaming=not path.exists())
+            name, config = (source.location, None) if path.exists() else _hub_name(source)
+            found = datasets.load_dataset(
+                name, config, split=source.split or "train", streaming=not path.exists(), revision=source.revision
+            )
         yield from enumerate((dict(row) for row in found), start=1)
     except Exception as error:  # whatever the hub's client raises: no network, no such name, no such split
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise InputError("--source", f"{source.name}={source.location}", f"cannot be read ({line})") from None
+        raise _unreadable(source, error) from None
+
+
+def _hub_name(source: Source) -> tuple[str, str | None]:
+    """A hub id, which has one slash, and the part of it that follows a second."""
+    parts = source.location.split("/", 2)
+    return "/".join(parts[:2]), parts[2] if len(parts) == 3 else None
+
+
+def _unreadable(source: Source, error: Exception) -> InputError:
+    return InputError("--source", f"{source.name}={source.location}", f"cannot be read ({reason(error)})")
 
 
 def _workload(source: Source) -> str:

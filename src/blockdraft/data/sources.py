@@ -25,6 +25,7 @@ class Source:
         count: rows to take; None where a weight or nothing was given.
         weight: share of the mixture.
         converter: None finds it by shape.
+        revision: the commit of a hub data set, once it was asked for.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Source:
     count: int | None = None
     weight: float | None = None
     converter: str | None = None
+    revision: str | None = None
 
 
 def parse_sources(texts: tuple[str, ...], converters: tuple[str, ...]) -> list[Source]:

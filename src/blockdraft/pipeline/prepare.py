@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from blockdraft.data.encoding import Encoder
-from blockdraft.data.readers import file_digest
+from blockdraft.data.readers import file_digest, pinned
 from blockdraft.data.record import read_record
 from blockdraft.data.sources import Source, parse_sources
 from blockdraft.data.table import RECORD, REJECTS
@@ -28,7 +28,7 @@ ENCODER_LENGTH, DECODER_LENGTH = 1024, 2048  # default limits of a text, with an
 
 def prepare(settings: PrepareSettings) -> dict[str, Any]:
     """Make a data folder, or a preview of one."""
-    sources = parse_sources(settings.source, settings.converter)
+    sources = [pinned(source) for source in parse_sources(settings.source, settings.converter)]
     text_side = read_text_side(settings.verifier_name_or_path, settings.trust_remote_code, settings.revision)
     facts = _facts(settings, sources, text_side)
     if settings.preview:
@@ -109,6 +109,7 @@ def _facts(settings: PrepareSettings, sources: Sequence[Source], text_side: Text
         "sources": {
             source.name: {
                 "content": file_digest(source),
+                "revision": source.revision,
                 "split": source.split,
                 "count": source.count,
                 "weight": source.weight,

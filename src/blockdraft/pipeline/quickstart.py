@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from blockdraft.choices import SavedDtype
+from blockdraft.choices import Dtype
 from blockdraft.data.table import RECORD, read_documents
 from blockdraft.data.vocabulary import occurring_tokens
 from blockdraft.data.workloads import workload_prompts
@@ -75,7 +75,7 @@ class Run:
         return {"trust_remote_code": self.settings.trust_remote_code, "revision": self.settings.revision}
 
     @property
-    def dtype_name(self) -> SavedDtype:
+    def dtype_name(self) -> Dtype:
         return "bfloat16" if self.dtype == torch.bfloat16 else "float32"
 
     def load(self) -> Verifier:
@@ -290,7 +290,7 @@ def _measure(run: Run, checkpoint: Path, heldout: list) -> dict[str, Any]:
     return result
 
 
-def _pair(run: Run, checkpoint: Path, dtype: SavedDtype) -> Pair:
+def _pair(run: Run, checkpoint: Path, dtype: Dtype) -> Pair:
     settings = CheckpointSettings(
         checkpoint=checkpoint, verifier_name_or_path=run.verifier_folder, dtype=dtype, device=run.settings.device,
         **run.origin(),

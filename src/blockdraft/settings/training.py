@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from blockdraft.choices import Logger, OnGenerate, OnMissing, Optimizer, SavedDtype, Schedule, Switch
+from blockdraft.choices import Dtype, Logger, OnGenerate, OnMissing, Optimizer, Schedule, Switch
 from blockdraft.settings.base import required, setting
 from blockdraft.settings.common import VerifierSettings
 from blockdraft.settings.draft import DraftSettings, ObjectiveSettings
@@ -52,7 +52,7 @@ class TrainSettings(ObjectiveSettings, DraftSettings, VerifierSettings):
     logger: Logger = setting("tensorboard", "tensorboard or none")
     log_dir: Path | None = setting(None, "folder for TensorBoard; default: logs/ under --save-path")
     run_name: str = setting("draft", "name of the run in TensorBoard")
-    save_dtype: SavedDtype = setting("float32", "dtype of the saved weights: float32 or bfloat16")
+    save_dtype: Dtype = setting("auto", "dtype of the saved weights: float32, bfloat16 or auto (that of the verifier)")
     dry_run: bool = setting(False, "check everything and print the resolved settings; train nothing")
     restart: bool = setting(False, "start again: forget the training state of an earlier run in --save-path")
 

@@ -346,7 +346,8 @@ class Trainer:
             validation=[dataclasses.asdict(each) for each in self.progress.history[-1:]],
             chat=dataclasses.asdict(self.mode),
         )
-        dtype = resolve_dtype(self.settings.save_dtype, self.verifier.device, "--save-dtype")
+        saved = self.settings.save_dtype
+        dtype = self.verifier.dtype if saved == "auto" else resolve_dtype(saved, self.verifier.device, "--save-dtype")
         save_draft(self.settings.save_path / name, self.draft, self.contract, dtype, record)
 
     def _save_state(self) -> None:
