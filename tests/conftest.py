@@ -42,10 +42,11 @@ from blockdraft.checkpoints.speculators import DIGEST  # noqa: E402
 from blockdraft.checkpoints.store import CONFIG, WEIGHTS, digest  # noqa: E402
 from blockdraft.cli.main import run  # noqa: E402
 from blockdraft.contract import Contract  # noqa: E402
+from blockdraft.draft_config import DraftConfig  # noqa: E402
 from blockdraft.models.block_draft import BlockDraft  # noqa: E402
-from blockdraft.models.config import METHODS, DraftConfig  # noqa: E402
 from blockdraft.pipeline.prepare import prepare  # noqa: E402
 from blockdraft.pipeline.regenerate import regenerate  # noqa: E402
+from blockdraft.presets import PRESETS  # noqa: E402
 from blockdraft.records import Document  # noqa: E402
 from blockdraft.settings import PrepareSettings, RegenerateSettings  # noqa: E402
 from blockdraft.training.creation import make_contract  # noqa: E402
@@ -182,17 +183,17 @@ def tiny_config(method: str = "dflash", **changes: object) -> DraftConfig:
     base = DraftConfig(
         hidden_size=HIDDEN,
         num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         head_dim=16,
         intermediate_size=64,
         rms_norm_eps=1e-6,
         vocab_size=VOCAB,
         draft_vocab_size=VOCAB,
-        tap_ids=(0, 2, 4),
-        **METHODS[method],
-        markov_rank=12 if METHODS[method]["sequential_head"] != "none" else 0,
-        standardise_taps=True,
+        target_layer_ids=(0, 2, 4),
+        **dataclasses.asdict(PRESETS[method].components),
+        markov_rank=12 if PRESETS[method].components.sequential_head != "none" else 0,
+        standardize_taps=True,
         block_size=8,
         mask_token_id=MASK,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
@@ -221,7 +222,7 @@ def tiny_draft(verifier: Verifier, config: DraftConfig, seed: int = 0) -> BlockD
         if draft.fusion.statistics is not None:
             sides = verifier.sides(list(range(8, 60)), "prompt")
             source = [] if sides.encoder is None else [sides.encoder]
-            taps = verifier.states([torch.arange(3, 60)], config.tap_ids, source)[0].taps
+            taps = verifier.states([torch.arange(3, 60)], config.target_layer_ids, source)[0].taps
             draft.fusion.statistics.calibrate(taps)
     return draft.eval()
 

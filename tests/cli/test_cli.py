@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 import subprocess
@@ -13,11 +14,11 @@ import torch
 
 from blockdraft.checkpoints.store import save_draft
 from blockdraft.cli import tables
-from blockdraft.cli.flags import list_flags, spread_lists
+from blockdraft.cli.flags import list_flags, present_names, spread_lists
 from blockdraft.cli.verbs import VERBS
 from blockdraft.errors import InputError
 from blockdraft.pipeline.prepare import prepare as prepare_data
-from blockdraft.settings import GenerateSettings, PrepareSettings, TrainSettings, build, resolved
+from blockdraft.settings import GenerateSettings, PrepareSettings, TrainSettings, build, identity, resolved
 from blockdraft.verifiers.loading import load_verifier, save_folder
 from conftest import call, contract_of, tiny_config, tiny_draft, tiny_verifier_of
 
@@ -237,3 +238,32 @@ def test_printed_commands_can_be_called_from_here(monkeypatch: pytest.MonkeyPatc
     script.write_text("#!/bin/sh\n")
     script.chmod(0o755)
     assert tables.program_name() == "blockdraft"
+
+
+def test_a_former_name_works_and_says_what_it_is_called_now(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "r.yaml"
+    for text in ("standardise-taps: false", "standardise_taps: false"):
+        recipe.write_text(text + "\n")
+        settings = build(TrainSettings, {"data_path": Path("d"), "save_path": Path("s")}, recipe)
+        assert settings.standardize_taps is False
+        assert "standardise" in capsys.readouterr().err
+    recipe.write_text("standardise_taps: false\nstandardize_taps: true\n")
+    with pytest.raises(InputError, match="stands there twice"):
+        build(TrainSettings, {"data_path": Path("d"), "save_path": Path("s")}, recipe)
+    assert present_names(["--no-standardise-taps", "--lr", "1"], TrainSettings) == [
+        "--no-standardize-taps",
+        "--lr",
+        "1",
+    ]
+    assert "--no-standardise-taps is called --no-standardize-taps now" in capsys.readouterr().err
+    assert present_names(["--standardize-taps"], TrainSettings) == ["--standardize-taps"]
+    assert capsys.readouterr().err == ""
+
+
+def test_what_identifies_a_run_is_marked_at_the_field() -> None:
+    kept = set(identity(TrainSettings(data_path=Path("d"), save_path=Path("s"))))
+    names = {field.name for field in dataclasses.fields(TrainSettings)}
+    assert names - kept == {
+        "checkpoint_freq", "data_path", "device", "dry_run", "hidden_states_path", "log_dir", "log_freq", "logger",
+        "on_generate", "on_missing", "restart", "run_name", "save_path", "threads", "verifier_name_or_path",
+    }  # fmt: skip

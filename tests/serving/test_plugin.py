@@ -59,7 +59,7 @@ def test_it_is_found_by_entry_point_and_registers_once() -> None:
         first = [vars(DFlashProposer)[name] for name in names]
         built = vars(base.SpeculatorsConfig)["build_vllm_speculative_config"]
         assert all(isinstance(each, functools.partialmethod) for each in first)
-        import blockdraft.serving.plugin as plugin
+        import blockdraft.vllm_plugin.register as plugin
         plugin.register(); plugin.register()
         again = [vars(DFlashProposer)[name] for name in names]
         assert all(a is b for a, b in zip(first, again))
@@ -129,12 +129,12 @@ def test_context_keys_are_normalised_by_their_own_layer() -> None:
 
     from vllm import _custom_ops as ops
 
-    from blockdraft.serving.draft_model import normalised_context_keys
+    from blockdraft.vllm_plugin.draft_model import normalized_context_keys
 
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(3, 5, 2, 32, generator=generator)
     weights = 1 + 0.3 * torch.randn(3, 32, generator=generator)
-    found = normalised_context_keys(SimpleNamespace(_rms_norm_eps=1e-6, _k_norm_weights=weights), keys)
+    found = normalized_context_keys(SimpleNamespace(_rms_norm_eps=1e-6, _k_norm_weights=weights), keys)
     for layer in range(3):
         wanted = torch.nn.functional.rms_norm(keys[layer], (32,), weights[layer], 1e-6)
         torch.testing.assert_close(found[layer], wanted)
@@ -148,7 +148,7 @@ def test_context_keys_are_normalised_by_their_own_layer() -> None:
 def test_a_temperature_reaches_every_token_of_its_request() -> None:
     """The other fault that is mended: the engine's own kernel on processors loses values that are no integers."""
     pytest.importorskip("vllm")
-    from blockdraft.serving.sampling import repeated_for_tokens
+    from blockdraft.vllm_plugin.sampling import repeated_for_tokens
 
     temperatures, cumulated = torch.tensor([0.7, 0.0, 1.3]), torch.tensor([2, 2, 5])
     found = repeated_for_tokens(temperatures, cumulated, 5, replace_from=0, replace_to=1)

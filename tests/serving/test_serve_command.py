@@ -15,10 +15,10 @@ from blockdraft.checkpoints.store import save_draft
 from blockdraft.errors import InputError
 from blockdraft.pipeline.serve import planned
 from blockdraft.serving import launcher
-from blockdraft.serving.plugin import require_servable
 from blockdraft.settings import ServeSettings
 from blockdraft.verifiers.identity import read_identity
 from blockdraft.verifiers.loading import load_verifier, save_folder
+from blockdraft.vllm_plugin.servable import require_servable
 from conftest import FAMILIES, call, contract_of, free_port, tiny_config, tiny_draft, tiny_verifier_of
 
 pytestmark = pytest.mark.engine

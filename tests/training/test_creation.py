@@ -1,10 +1,11 @@
-"""From settings to a draft: presets, sockets, layers, widths, vocabulary, and what is refused."""
+"""From settings to a draft: presets, components, layers, widths, vocabulary, and what is refused."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,8 @@ from blockdraft.training.creation import (
     draft_vocabulary,
     layer_kinds,
     make_objective,
+    resolve_components,
     resolve_mask_token,
-    resolve_sockets,
 )
 from blockdraft.verifiers.causal import CausalVerifier
 from conftest import random_document, tiny_config
@@ -36,7 +37,7 @@ def settings(**changes: object) -> TrainSettings:
 def test_a_preset_is_the_method_it_names(tiny_verifier: CausalVerifier, method: str) -> None:
     config = draft_config(settings(speculator_type=method), tiny_verifier, DOCUMENTS)
     assert config.method == method
-    assert config.num_proposed == (8 if method == "dspark" else 7)
+    assert config.num_speculative_tokens == (8 if method == "dspark" else 7)
     assert config.markov_rank == (256 if method == "dspark" else 0)
 
 
@@ -60,18 +61,22 @@ def test_a_named_socket_replaces_the_presets(tiny_verifier: CausalVerifier, chan
 
 def test_without_a_head_the_preset_does_not_insist_on_what_it_reads() -> None:
     for gone in ("sequential_head", "confidence_head"):
-        sockets = resolve_sockets(settings(speculator_type="dspark", **{gone: "none"}))
-        assert not sockets["confidence_with_previous"]
+        components = resolve_components(settings(speculator_type="dspark", **{gone: "none"}))
+        assert not components["confidence_with_previous"]
     with pytest.raises(InputError, match="needs a sequential head"):
         tiny_config("dspark", sequential_head="none", markov_rank=0)
 
 
 def test_layers_slide_and_are_causal_as_told() -> None:
-    assert layer_kinds(settings()) == ((None, None), (False, False))
-    assert layer_kinds(settings(causal_block=True)) == ((None, None), (True, True))
-    assert layer_kinds(settings(sliding_window=9)) == ((9, 9), (True, True))
-    assert layer_kinds(settings(sliding_window=9, sliding_window_non_causal=True)) == ((9, 9), (False, False))
-    assert layer_kinds(settings(sliding_window=9, full_attention_indices=(1,))) == ((9, None), (True, False))
+    def kinds(**changes: Any) -> tuple[Any, Any]:
+        found = layer_kinds(settings(**changes))
+        return found["windows"], found["causal"]
+
+    assert kinds() == ((None, None), (False, False))
+    assert kinds(causal_block=True) == ((None, None), (True, True))
+    assert kinds(sliding_window=9) == ((9, 9), (True, True))
+    assert kinds(sliding_window=9, sliding_window_non_causal=True) == ((9, 9), (False, False))
+    assert kinds(sliding_window=9, full_attention_indices=(1,)) == ((9, None), (True, False))
     for wrong, says in (
         ({"full_attention_indices": (0,)}, "needs --sliding-window"),
         ({"sliding_window": 9, "full_attention_indices": (2,)}, "layers are 0..1"),
@@ -85,7 +90,7 @@ def test_layers_slide_and_are_causal_as_told() -> None:
 def test_widths_are_the_verifiers_unless_given(tiny_verifier: CausalVerifier) -> None:
     def widths(**changes: int) -> tuple[int, int, int, int]:
         config = draft_config(settings(**changes), tiny_verifier, DOCUMENTS)
-        return config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size
+        return config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.intermediate_size
 
     assert widths() == (4, 2, 16, 64)
     assert widths(num_attention_heads=2) == (2, 2, 16, 64)
@@ -138,7 +143,7 @@ def test_taps_by_depth_fit_verifiers_of_any_size(tiny_verifier: CausalVerifier) 
     given = settings(tap_depths=depths, num_taps=None)
     assert choose_taps(given, "layerwise", 26) == (2, 5, 8, 11, 14, 17, 20, 22)
     assert choose_taps(given, "layerwise", 4) == (0, 1, 2, 3)  # those that fall together are one
-    assert draft_config(given, tiny_verifier, DOCUMENTS).tap_ids == (0, 1, 2, 3)
+    assert draft_config(given, tiny_verifier, DOCUMENTS).target_layer_ids == (0, 1, 2, 3)
     with pytest.raises(InputError, match="give these or --target-layer-ids"):
         draft_config(settings(tap_depths=depths, target_layer_ids=(1, 2)), tiny_verifier, DOCUMENTS)
     with pytest.raises(InputError, match=r"--tap-depths: 1.5: must be 0 or more and at most 1"):

@@ -300,7 +300,12 @@ def test_default_taps_are_the_published_ones() -> None:
 
 def test_draft_takes_the_verifiers_shape(tiny_verifier: CausalVerifier, tmp_path: Path) -> None:
     config = draft_config(settings_of(tmp_path), tiny_verifier, DOCUMENTS)
-    assert (config.head_dim, config.num_heads, config.num_kv_heads, config.intermediate_size) == (16, 4, 2, 64)
+    assert (config.head_dim, config.num_attention_heads, config.num_key_value_heads, config.intermediate_size) == (
+        16,
+        4,
+        2,
+        64,
+    )
 
 
 def test_schedules() -> None:

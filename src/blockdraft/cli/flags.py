@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from blockdraft.settings.base import flag_name, type_hints, value_type
+from blockdraft.settings.base import flag_name, former_names, type_hints, value_type, warn_renamed
 
 
 def command(cls: type, run: Callable[[dict[str, Any], Path | None, bool], None]) -> Callable[..., None]:
@@ -49,7 +49,7 @@ def takes_more(cls: type) -> bool:
 
 
 def _unparsed(field: dataclasses.Field[Any]) -> bool:
-    return bool(field.metadata.get("unparsed"))
+    return bool(field.metadata["unparsed"])
 
 
 _NUMBER = r"\d+(\.\d+)?|\.\d+"
@@ -60,7 +60,7 @@ def list_flags(cls: type) -> dict[str, str]:
     kinds = {name: value_type(hint) for name, hint in type_hints(cls).items()}
     patterns = {}
     for field in dataclasses.fields(cls):
-        pattern = _NUMBER if kinds[field.name] in ((int, True), (float, True)) else field.metadata.get("each")
+        pattern = _NUMBER if kinds[field.name] in ((int, True), (float, True)) else field.metadata["each"]
         if pattern and not field.metadata["argument"]:
             patterns[flag_name(field.name)] = pattern
     return patterns
@@ -82,6 +82,20 @@ def spread_lists(arguments: list[str], flags: Mapping[str, str]) -> list[str]:
         while rest and re.fullmatch(flags[argument], rest[0]):
             spread += [argument, rest.pop(0)]
     return spread
+
+
+def present_names(arguments: list[str], cls: type) -> list[str]:
+    """The words of a command line with former names of flags replaced by those of today, with a warning for each."""
+    renamed: dict[str, str] = {}
+    for old, new in former_names(cls).items():
+        renamed |= {flag_name(old): flag_name(new), flag_name(f"no_{old}"): flag_name(f"no_{new}")}
+    present = []
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
+        if flag in renamed:
+            warn_renamed(flag, renamed[flag])
+        present.append(renamed.get(flag, flag) + equals + value)
+    return present
 
 
 def _arguments_and_required_first(field: dataclasses.Field[Any]) -> tuple[bool, bool]:

@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from blockdraft import __version__
-from blockdraft.cli.flags import command, list_flags, spread_lists, takes_more
+from blockdraft.cli.flags import command, list_flags, present_names, spread_lists, takes_more
 from blockdraft.cli.verbs import VERBS, Verb
 from blockdraft.errors import BlockdraftError
 from blockdraft.files import reason
@@ -82,7 +82,8 @@ def run(arguments: list[str]) -> int:
     """Run the command line and return its exit code."""
     prepare_environment()
     if arguments and arguments[0] in VERBS:
-        arguments = [arguments[0], *spread_lists(arguments[1:], list_flags(VERBS[arguments[0]].settings))]
+        verb, cls = arguments[0], VERBS[arguments[0]].settings
+        arguments = [verb, *spread_lists(present_names(arguments[1:], cls), list_flags(cls))]
     try:
         code = make_app()(arguments, standalone_mode=False)
     except BlockdraftError as error:

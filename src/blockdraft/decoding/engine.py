@@ -128,7 +128,7 @@ class DecodingEngine:
         self.k = k
         self.sampling = sampling
         self.confidence_threshold = confidence_threshold
-        self.tap_ids = self.draft.config.tap_ids if self.draft is not None else ()
+        self.tap_ids = self.draft.config.target_layer_ids if self.draft is not None else ()
         self.stops = StopRules(
             frozenset() if sampling.ignore_eos else verifier.stop_ids,
             sampling.stop,

@@ -12,11 +12,11 @@ from blockdraft.files import locked, require_writable
 from blockdraft.pipeline.loading import verifier_of
 from blockdraft.pipeline.prepare import chat_mode
 from blockdraft.progress import say
-from blockdraft.serving.support import served_by_engine
 from blockdraft.settings import TrainSettings, resolved
 from blockdraft.training.states import TrainingStates
 from blockdraft.training.trainer import Trainer
 from blockdraft.verifiers.base import Verifier
+from blockdraft.vllm_plugin.support import served_by_engine
 
 
 def train(

@@ -20,7 +20,7 @@ from blockdraft.errors import BlockdraftError
 from blockdraft.progress import say
 from blockdraft.serving.client import COUNTERS, Served
 from blockdraft.serving.engine_log import cause
-from blockdraft.serving.record import RECORD_PATH, Blocks, read
+from blockdraft.vllm_plugin.record import RECORD_PATH, Blocks, read
 
 LOG_LINES = 15
 DETAILED = {"per_request_spec_decode_metrics": "detailed"}

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from blockdraft.errors import InputError
 from blockdraft.files import read_text, reading, reason
+from blockdraft.progress import say
 
 S = TypeVar("S")
 _INT_LIMIT = 2**31 - 1
@@ -47,26 +48,54 @@ class Range:
         return "must be " + " and ".join(part for part in (low, high) if part)
 
 
-def setting(default: Any, help: str, *, argument: bool = False, each: str | None = None, **limits: float) -> Any:
+def setting(
+    default: Any,
+    help: str,
+    *,
+    argument: bool = False,
+    identifies: bool = True,
+    formerly: str | None = None,
+    each: str | None = None,
+    **limits: float,
+) -> Any:
     """A field with its help text.
 
     Args:
         argument: it stands on the command line without a flag.
+        identifies: it changes the result; False for what says where, how fast or how often.
+        formerly: its name in the version before, which still works and warns.
         each: pattern of the values of a tuple of texts, of which several may follow one flag.
         limits: `Range` of a number, or of each number of a tuple.
     """
-    metadata = {"help": help, "argument": argument, "each": each, "range": Range(**limits) if limits else None}
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(
+        default=default, metadata=_metadata(help, argument, identifies, formerly=formerly, each=each, limits=limits)
+    )
 
 
-def required(help: str, *, argument: bool = False) -> Any:
+def required(help: str, *, argument: bool = False, identifies: bool = True) -> Any:
     """A field that must be given."""
-    return dataclasses.field(metadata={"help": help, "argument": argument, "range": None})
+    return dataclasses.field(metadata=_metadata(help, argument, identifies))
 
 
 def unparsed(help: str) -> Any:
     """A field for the command-line words that are none of the command's own flags."""
-    return dataclasses.field(default=(), metadata={"help": help, "argument": True, "unparsed": True, "range": None})
+    return dataclasses.field(default=(), metadata=_metadata(help, True, True, unparsed=True))
+
+
+def _metadata(
+    help: str,
+    argument: bool,
+    identifies: bool,
+    *,
+    unparsed: bool = False,
+    formerly: str | None = None,
+    each: str | None = None,
+    limits: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    return {
+        "help": help, "argument": argument, "identifies": identifies, "unparsed": unparsed, "formerly": formerly,
+        "each": each, "range": Range(**limits) if limits else None,
+    }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +149,23 @@ def check(condition: bool, field: str, value: object, remedy: str) -> None:
 def resolved(settings: Any) -> dict[str, Any]:
     """The settings as plain JSON values, to be written beside a result."""
     return {field.name: _plain(getattr(settings, field.name)) for field in dataclasses.fields(settings)}
+
+
+def identity(settings: Any) -> dict[str, Any]:
+    """Those of `resolved` that change the result."""
+    kept = {field.name for field in dataclasses.fields(settings) if field.metadata["identifies"]}
+    return {name: value for name, value in resolved(settings).items() if name in kept}
+
+
+def former_names(cls: type) -> dict[str, str]:
+    """Present names of fields by those that they had in the version before."""
+    fields = dataclasses.fields(cls)
+    return {field.metadata["formerly"]: field.name for field in fields if field.metadata["formerly"]}
+
+
+def warn_renamed(old: str, new: str) -> None:
+    """Say that a name will go."""
+    say(f"{old} is called {new} now; the old name works in this version only")
 
 
 def _plain(value: Any) -> Any:
@@ -230,10 +276,13 @@ def read_recipe(path: Path, cls: type) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise InputError("--config", path, "must be a mapping of settings to values")
     hints = type_hints(cls)
-    known = {field.name for field in dataclasses.fields(cls)}
+    known, former = {field.name for field in dataclasses.fields(cls)}, former_names(cls)
     values: dict[str, Any] = {}
     for key, value in raw.items():
         name = str(key).replace("-", "_")
+        if name in former:
+            warn_renamed(f"{path}: {key}", former[name].replace("_", "-"))
+            name = former[name]
         if name not in known:
             raise InputError("--config", f"{path}: {key}", f"unknown setting; known are {', '.join(sorted(known))}")
         if name in values:

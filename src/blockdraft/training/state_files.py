@@ -15,7 +15,6 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from blockdraft.contract import TAP_CONVENTION, TAP_KIND
 from blockdraft.data.table import Documents
 from blockdraft.errors import BlockdraftError, InputError
 from blockdraft.files import clear_temporaries, locked, read_json_object, require_free, write_bytes, write_json, writing
@@ -198,8 +197,8 @@ def _facts(maker: InProcess) -> dict[str, Any]:
     return {
         "verifier": {name: getattr(identity, name) for name in identity.COMPARED},  # wherever it was loaded from
         "dtype": dtype_name(maker.verifier.dtype),
-        "tap_convention": TAP_CONVENTION,
-        "tap_kind": TAP_KIND,
+        "tap_convention": "after_layers",
+        "tap_kind": "residual_stream",
         "tap_ids": list(maker.tap_ids),
         "with_final": maker.with_final,
     }

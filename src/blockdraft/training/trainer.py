@@ -35,7 +35,7 @@ from blockdraft.ops.anchors import Blocks, choose_anchors
 from blockdraft.progress import progress, say
 from blockdraft.records import Document, documents_digest
 from blockdraft.runtime import resolve_dtype
-from blockdraft.settings import TRAIN_DATA_RATIO, TrainSettings, resolved
+from blockdraft.settings import TRAIN_DATA_RATIO, TrainSettings, identity, resolved
 from blockdraft.training.creation import (
     create_draft,
     draft_config,
@@ -57,9 +57,6 @@ from blockdraft.verifiers.base import Verifier
 
 BEST, LAST, STATES = "checkpoint_best", "checkpoint_last", "states"
 RECORD = "settings.json"
-# Settings that do not change what is trained, but for rounding. A run may go on on another device.
-_SAVING_ONLY = ("save_path", "checkpoint_freq", "log_freq", "logger", "log_dir", "run_name", "threads", "device",
-                "dry_run", "hidden_states_path", "on_missing", "on_generate", "restart")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +102,7 @@ class Trainer:
     def _source(self) -> StateSource:
         """Where hidden states come from."""
         settings = self.settings
-        maker = InProcess(self.verifier, self.config.tap_ids, self.objective.needs_teacher)
+        maker = InProcess(self.verifier, self.config.target_layer_ids, self.objective.needs_teacher)
         if settings.hidden_states_path is None:
             return maker
         return StateFiles(settings.hidden_states_path, maker, settings.on_missing, settings.on_generate)
@@ -132,13 +129,11 @@ class Trainer:
 
     def facts(self) -> dict[str, Any]:
         """Everything that determines the trained weights."""
-        # Where data and verifier lie does not matter; what they are does.
-        ignored = {*_SAVING_ONLY, "data_path", "verifier_name_or_path"}
-        settings = {key: value for key, value in resolved(self.settings).items() if key not in ignored}
+        # Where data and verifier lie does not matter; what they are does. A run may go on on another device.
         contract = self.contract.to_dict()
         del contract["verifier"]["name"]
         return {
-            **settings,
+            **identity(self.settings),
             "contract": contract,
             "data": documents_digest(itertools.chain(self.train, self.validation)),
         }
@@ -279,7 +274,7 @@ class Trainer:
         """Add up the gradients of a step's rows, as if they were one row; returns its loss and metrics."""
         # Anchors of all rows first: what the step is divided by is known before the first backward pass.
         rows = [self._row(index) for index in self._rows_of(step)]
-        num_proposed = self.config.num_proposed
+        num_proposed = self.config.num_speculative_tokens
         supervised = sum(int(positions_before(row.blocks, num_proposed)[1].sum()) for row in rows)
         objective = self.objective.at(step / self.total_steps)
         total, metrics = 0.0, None
@@ -319,7 +314,7 @@ class Trainer:
 
     def _validate(self) -> dict[str, float]:
         """Exact acceptance on the validation documents; the best so far becomes the best checkpoint."""
-        k = self.contract.default_k
+        k = self.contract.draft.num_speculative_tokens
         rounds = []
         first = len(self.train)
         with torch.inference_mode(), self._autocast():
