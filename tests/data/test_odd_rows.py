@@ -26,7 +26,7 @@ from blockdraft.data.sources import Source
 from blockdraft.data.templates import ChatTemplate
 from blockdraft.errors import InputError
 from blockdraft.records import Document
-from blockdraft.serving import record
+from blockdraft.vllm_plugin import record
 from conftest import tiny_tokenizer
 from data.odd_rows import EXAMPLES, TEXTS, VALUES, rows
 

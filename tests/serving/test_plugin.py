@@ -59,8 +59,8 @@ def test_it_is_found_by_entry_point_and_registers_once() -> None:
         first = [vars(DFlashProposer)[name] for name in names]
         built = vars(base.SpeculatorsConfig)["build_vllm_speculative_config"]
         assert all(isinstance(each, functools.partialmethod) for each in first)
-        import blockdraft.vllm_plugin.register as plugin
-        plugin.register(); plugin.register()
+        from blockdraft.vllm_plugin import register
+        register.register(); register.register()
         again = [vars(DFlashProposer)[name] for name in names]
         assert all(a is b for a, b in zip(first, again))
         assert vars(base.SpeculatorsConfig)["build_vllm_speculative_config"] is built
@@ -82,9 +82,9 @@ def test_an_unknown_engine_is_refused_for_our_drafts_and_left_alone_for_others(t
         import vllm
         vllm.__version__ = "0.77.0"
         from blockdraft.errors import InputError
-        from blockdraft.serving import plugin
+        from blockdraft.vllm_plugin import register
         from vllm.transformers_utils.configs.speculators.base import SpeculatorsConfig
-        plugin.register()
+        register.register()
         ours = json.load(open(sys.argv[1]))
         others = {key: value for key, value in json.load(open(sys.argv[1])).items() if key != "blockdraft"}
         SpeculatorsConfig.extract_transformers_pre_trained_config(others)
@@ -112,9 +112,9 @@ def test_a_checkpoint_that_contradicts_itself_is_refused_by_the_engine(tmp_path:
     done = in_child(
         """
         import json, sys
-        from blockdraft.serving import plugin
+        from blockdraft.vllm_plugin import register
         from vllm.transformers_utils.configs.speculators.base import SpeculatorsConfig
-        plugin.register()
+        register.register()
         SpeculatorsConfig.extract_transformers_pre_trained_config(json.load(open(sys.argv[1])))
         """,
         str(path),
@@ -164,8 +164,8 @@ def test_a_temperature_reaches_every_token_of_its_request() -> None:
         cpu_triton_utils._expand_kernel_impl(output, torch.tensor([0.7, 1.3]), torch.tensor([1, 3]), 0, 1)
         print(output.tolist())
         stock = rejection_sampler.expand_batch_to_tokens
-        from blockdraft.serving import plugin, sampling
-        plugin.register()
+        from blockdraft.vllm_plugin import register, sampling
+        register.register()
         assert rejection_sampler.expand_batch_to_tokens is sampling.repeated_for_tokens is not stock
         """
     )
@@ -182,7 +182,7 @@ def test_a_step_without_proposed_tokens_is_sampled_from_nothing() -> None:
         import types
         import torch
         from vllm.v1.sample import rejection_sampler
-        from blockdraft.serving import plugin, sampling
+        from blockdraft.vllm_plugin import register, sampling
 
         rejection_sampler.expand_batch_to_tokens = sampling.repeated_for_tokens
 
@@ -197,7 +197,7 @@ def test_a_step_without_proposed_tokens_is_sampled_from_nothing() -> None:
             constrained(0)
         except (IndexError, RuntimeError) as error:
             print("stock:", type(error).__name__)
-        plugin.register()
+        register.register()
         print(tuple(constrained(0).shape), constrained(2).isfinite().sum(dim=1).tolist())
         """
     )
@@ -215,7 +215,7 @@ def test_bodies_that_trip_the_engines_own_checks_are_the_clients_mistakes() -> N
         from fastapi.testclient import TestClient
         from vllm import SamplingParams
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-        from blockdraft.serving import plugin
+        from blockdraft.vllm_plugin import register
 
         app = FastAPI()
 
@@ -239,7 +239,7 @@ def test_bodies_that_trip_the_engines_own_checks_are_the_clients_mistakes() -> N
         fields = ('"structured_outputs": [1]', '"stop": "\\\\ud800"', '"n": 1')
         bodies = ['{"prompt": "a", ' + field + "}" for field in fields]
         print([read(body) for body in bodies], checked())
-        plugin.register()
+        register.register()
         print([read(body) for body in bodies], checked())
         """
     )

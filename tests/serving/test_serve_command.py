@@ -193,7 +193,7 @@ def test_what_an_engine_cannot_compute_is_refused_by_name(config: object, v1_run
     verifier = tiny_verifier_of("llama")
     contract = contract_of(tiny_draft(verifier, config), verifier)
     if message is None:
-        require_servable(config, contract, v1_runner)
+        require_servable(contract, v1_runner)
         return
     with pytest.raises(InputError, match=message):
-        require_servable(config, contract, v1_runner)
+        require_servable(contract, v1_runner)

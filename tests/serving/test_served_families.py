@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from blockdraft.serving import engine_models
+from blockdraft.vllm_plugin import engine_models
 from blockdraft.vllm_plugin.support import PATCHED, TESTED, support_of
 from serving.engine_sources import classified
 from serving.families import EXPERTS, HEAD, MIXED, WINDOW, Case, pair_of, require_as_trained, serve

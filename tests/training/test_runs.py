@@ -166,7 +166,7 @@ def test_a_state_of_another_draft_is_one_line(tiny_verifier: CausalVerifier, tmp
     ("changes", "says"),
     [
         ({"mask_token_id": 101}, ["mask_token_id 100, now asked for 101"]),
-        ({"num_layers": 3}, ["num_layers 2, now asked for 3", "contract.causal [False"]),
+        ({"num_layers": 3}, ["num_layers 2, now asked for 3", "contract.draft.causal [False"]),
         ({"lr": 1e-3, "seed": 4}, ["lr 0.002, now asked for 0.001", "seed 0, now asked for 4"]),
     ],
 )  # fmt: skip
