@@ -142,8 +142,9 @@ def parse_config(raw: dict[str, Any], where: str) -> Contract:
     contract = Contract.from_dict(raw[CONTRACT_KEY], f"{where} contract")
     _require_angles(contract.draft, f"{where} contract rope_parameters")
     _require_consistent(contract, f"{where} contract")
-    stated = {key: value for key, value in raw.items() if key != DIGEST}
-    wanted = config_json(contract, raw.get("dtype", ""))
+    own = (DIGEST, CONTRACT_KEY)
+    stated = {key: value for key, value in raw.items() if key not in own}
+    wanted = {key: value for key, value in config_json(contract, raw.get("dtype", "")).items() if key not in own}
     layer = stated.get("transformer_layer_config")
     for key in ADDED:
         if isinstance(layer, dict) and key not in layer:
