@@ -61,8 +61,6 @@ class DraftConfig:
     """By layer: a slot at position p sees nothing at or before p - window; None sees all."""
     causal: tuple[bool, ...]
     """By layer: whether a slot sees only the slots up to itself."""
-    tap_preference: float = 2.0
-    """Logit with which a layer of a layerwise fusion starts out towards the tap at its own depth."""
 
     def __post_init__(self) -> None:
         for field, choice in (

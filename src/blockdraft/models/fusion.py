@@ -87,7 +87,7 @@ class LayerwiseFusion(nn.Module):
         # Layer d leans towards the tap at the same relative depth, as the published DFlare code starts.
         weights = torch.zeros(config.num_layers, num_taps)
         for layer in range(config.num_layers):
-            weights[layer, min(num_taps - 1, layer * num_taps // config.num_layers)] = config.tap_preference
+            weights[layer, min(num_taps - 1, layer * num_taps // config.num_layers)] = 2.0
         self.layer_fusion_weights = nn.Parameter(weights)
         self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 

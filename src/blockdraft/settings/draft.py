@@ -68,7 +68,6 @@ class DraftSettings(Settings):
     standardize_taps: bool = setting(
         True, "remove each tap's mean direction and scale, measured on the data", formerly="standardise_taps"
     )
-    tap_preference: float = setting(2.0, "layerwise fusion: logit of a layer's own tap at the start", at_least=0)
     mask_token_id: int | None = setting(
         None, "token that stands in empty slots; must not occur in the data", at_least=0
     )
