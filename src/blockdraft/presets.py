@@ -71,9 +71,6 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             components=Components(context_fusion="layerwise", context_kv="separate"),
             architecture="DFlareDraftModel",
         ),
-        "dflare-gated": Preset(
-            components=Components(context_fusion="layerwise", context_kv="separate", sequential_head="gated"),
-        ),
         # Published drafts of this name learn the verifier's distribution; the others learn its tokens.
         "dspark": Preset(
             components=Components(
