@@ -64,8 +64,8 @@ def test_chunks_cover_every_block_once_and_its_whole_context(window: int | None)
     wanted = context_mask(blocks, 103, 6, window)
     for chunk in chunks:
         assert len(set(blocks.starts[chunk.part].tolist())) == 1
-        assert torch.equal(~chunk.hidden, wanted[chunk.part, :, chunk.context])
-        assert int(wanted[chunk.part].sum()) == int((~chunk.hidden).sum())
+        assert torch.equal(chunk.visible, wanted[chunk.part, :, chunk.context])
+        assert int(wanted[chunk.part].sum()) == int(chunk.visible.sum())
 
 
 @pytest.mark.parametrize(("window", "causal"), [(None, False), (9, False), (None, True), (10, True)])

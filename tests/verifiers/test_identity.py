@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -57,7 +58,7 @@ def _multimodal() -> PreTrainedModel:
 
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    **{kind: (lambda kind=kind: tiny_model(kind)) for kind in ("llama", "llama_tied", "qwen3", "gemma3")},
+    **{kind: functools.partial(tiny_model, kind) for kind in ("llama", "llama_tied", "qwen3", "gemma3")},
     "experts apart in files": lambda: MixtralForCausalLM(MixtralConfig(**_COMMON, num_local_experts=4)),
     "shared experts": lambda: Qwen2MoeForCausalLM(
         Qwen2MoeConfig(**_COMMON, num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=16)

@@ -152,8 +152,7 @@ def load_draft(folder: Path, verifier: Verifier, dtype: torch.dtype) -> tuple[Bl
     draft.to(device=verifier.device, dtype=dtype).requires_grad_(False).eval()
     draft.borrow(verifier.embed, verifier.head_VE)
     if draft.config.reduced:  # the file's own rows of the head, as a server will use them
-        head = found.tensors[HEAD].to(device=verifier.device, dtype=verifier.dtype)
-        object.__setattr__(draft, "head_VE", head)
+        draft.head_VE = found.tensors[HEAD].to(device=verifier.device, dtype=verifier.dtype)
     return draft, found.contract
 
 

@@ -18,25 +18,24 @@ class Verb:
         function: "module:function" from settings to a JSON-ready result.
         show: "module:function" that prints a result for people.
         examples: shown under --help.
+        streams: whether the function prints while it works; it is then told whether the result will be printed as JSON.
     """
 
     settings: type
     function: str
     show: str
     examples: tuple[str, ...]
+    streams: bool = False
 
     def run(self, settings: Any, as_json: bool) -> dict[str, Any]:
-        return (
-            _load(self.function)(settings, as_json)
-            if self.function.startswith(_CLI)
-            else _load(self.function)(settings)
-        )
+        function = _load(self.function)
+        result: dict[str, Any] = function(settings, as_json) if self.streams else function(settings)
+        return result
 
     def display(self, result: dict[str, Any]) -> None:
         _load(self.show)(result)
 
 
-_CLI = "blockdraft.cli."
 _PIPELINE = "blockdraft.pipeline."
 _TABLES = "blockdraft.cli.tables:"
 
@@ -105,13 +104,14 @@ VERBS: dict[str, Verb] = {
     ),
     "generate": Verb(
         s.GenerateSettings,
-        _CLI + "stream:generate",
+        "blockdraft.cli.stream:generate",
         _TABLES + "show_generation",
         (
             "blockdraft generate runs/draft/checkpoint_best --workload records --max-prompts 1 --show-drafts",
             "blockdraft generate runs/draft/checkpoint_best --data-path prompts.jsonl --batch-size 8 --json",
             'blockdraft generate runs/draft/checkpoint_best "List five fruits." --engine vllm',
         ),
+        streams=True,
     ),
     "check": Verb(
         s.CheckSettings,

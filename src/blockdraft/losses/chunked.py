@@ -17,7 +17,7 @@ from torch import Tensor
 from blockdraft.losses.metrics import BlockMetrics
 from blockdraft.losses.objective import Objective
 from blockdraft.losses.pointwise import slot_losses
-from blockdraft.losses.targets import Distributions, SlotTargets
+from blockdraft.losses.targets import Distributions, SlotTargets, Teacher
 
 # Two sizes. A product with the head reads all of the head, whatever the number of rows:
 # it needs some hundred rows to come near the processor's rate. A softmax passes over its rows several times: it wants
@@ -68,8 +68,9 @@ class _ChunkedHeadLoss(torch.autograd.Function):
         projected = projected_slots(targets, objective, with_overlap)
         exact = torch.float64 if hidden_NKD.dtype == torch.float64 else torch.float32
         grad_hidden = torch.zeros_like(hidden_NKD)
-        grad_features = None if features_NKR is None else torch.zeros_like(features_NKR)
-        grad_weight = None if weight_VR is None else torch.zeros_like(weight_VR, dtype=exact)
+        correction = None
+        if features_NKR is not None and weight_VR is not None:
+            correction = _CorrectionPass(features_NKR, weight_VR, exact)
         counts = projected.sum(dim=1)
         chunks = _runs(counts, chunk_slots(len(head_VD), head_VD.element_size()))
         room = max((int(counts[part].sum()) for part in chunks), default=0)
@@ -78,16 +79,13 @@ class _ChunkedHeadLoss(torch.autograd.Function):
         for part in chunks:
             live = projected[part]
             logits = torch.mm(hidden_NKD[part][live], head_VD.T, out=buffer[: int(counts[part].sum())])
-            features = None
-            if features_NKR is not None and weight_VR is not None:
-                features = features_NKR[part][live]
-                logits.addmm_(features, weight_VR.T)
+            if correction is not None:
+                correction.correct(logits, part, live)
             run.logits_to_gradients(part, logits)
             grad_hidden[part][live] = torch.mm(logits, head_VD)
-            if features is not None and grad_features is not None and grad_weight is not None:
-                grad_features[part][live] = torch.mm(logits, weight_VR)  # type: ignore[arg-type]
-                grad_weight += torch.mm(logits.T, features)
-        ctx.grads = (grad_hidden, grad_features, grad_weight)
+            if correction is not None:
+                correction.add_gradients(logits, part, live)
+        ctx.grads = (grad_hidden, *((None, None) if correction is None else correction.gradients))
         ctx.weight_dtype = None if weight_VR is None else weight_VR.dtype
         ctx.mark_non_differentiable(run.predicted, run.overlap)
         return run.total, run.predicted, run.overlap
@@ -97,6 +95,52 @@ class _ChunkedHeadLoss(torch.autograd.Function):
         hidden, features, weight = (None if grad is None else grad * grads[0].to(grad.dtype) for grad in ctx.grads)
         weight = None if weight is None else weight.to(ctx.weight_dtype)
         return hidden, features, weight, None, None, None, None
+
+
+class _CorrectionPass:
+    """A sequential head's part in the pass over all chunks."""
+
+    def __init__(self, features_NKR: Tensor, weight_VR: Tensor, exact: torch.dtype) -> None:
+        self.features_NKR, self.weight_VR = features_NKR, weight_VR
+        self.gradients = (torch.zeros_like(features_NKR), torch.zeros_like(weight_VR, dtype=exact))
+
+    def correct(self, logits: Tensor, part: slice, live: Tensor) -> None:
+        """Add the bias to the logits of a chunk's projected slots."""
+        logits.addmm_(self.features_NKR[part][live], self.weight_VR.T)
+
+    def add_gradients(self, grad_logits: Tensor, part: slice, live: Tensor) -> None:
+        """Add what the gradients of a chunk's logits make of those of features and weight."""
+        grad_features, grad_weight = self.gradients
+        grad_features[part][live] = torch.mm(grad_logits, self.weight_VR)
+        grad_weight += torch.mm(grad_logits.T, self.features_NKR[part][live])
+
+
+@dataclass(frozen=True, slots=True)
+class _ChunkTeacher:
+    """The verifier's side of a chunk. Neighboring blocks predict the same positions: each is projected once.
+
+    Attributes:
+        raw_UV: logits at the chunk's positions, as `Teacher.raw_logits` gives them.
+        log_sums_U: of the whole vocabulary, where the overlap is wanted and the vocabulary is reduced.
+        where_R: the row of `raw_UV` that each projected slot has.
+    """
+
+    teacher: Teacher
+    raw_UV: Tensor
+    log_sums_U: Tensor | None
+    where_R: Tensor
+
+    @classmethod
+    def at(cls, positions_R: Tensor, teacher: Teacher, with_overlap: bool) -> _ChunkTeacher:
+        positions_U, where_R = positions_R.unique(return_inverse=True)
+        log_sums_U = teacher.log_sums(positions_U) if with_overlap else None
+        return cls(teacher, teacher.raw_logits(positions_U), log_sums_U, where_R)
+
+    def distributions(self, rows: slice) -> Distributions:
+        """The verifier's distributions at some of the chunk's slots."""
+        needed, again = self.where_R[rows].unique(return_inverse=True)
+        log_sums = None if self.log_sums_U is None else self.log_sums_U[needed]
+        return self.teacher.distributions(self.raw_UV[needed], log_sums)[again]
 
 
 class _Run:
@@ -115,28 +159,25 @@ class _Run:
 
     def logits_to_gradients(self, part: slice, logits_RV: Tensor) -> None:
         """Losses of a chunk's projected slots; their logits are overwritten by the gradient of the total."""
-        targets = self.targets
-        raw, where, log_sums = None, None, None
-        if self.objective.needs_teacher:
-            assert targets.teacher is not None
-            positions = targets.teacher.positions_NK[part][self.projected_NK[part]]
-            # Neighbouring blocks predict the same positions: each is projected once.
-            unique, where = positions.unique(return_inverse=True)
-            raw = targets.teacher.raw_logits(unique)
-            log_sums = targets.teacher.log_sums(unique) if self.with_overlap else None
+        teacher = self._teacher(part)
         counts = self.projected_NK[part].sum(dim=1)
         row = 0
         for inner in _runs(counts, max(1, STEP_BYTES // (4 * logits_RV.shape[1]))):
             size = int(counts[inner].sum())
             rows = slice(row, row + size)
             blocks = slice(part.start + inner.start, part.start + inner.stop)
-            verifier = None
-            if targets.teacher is not None and raw is not None and where is not None:
-                needed, again = where[rows].unique(return_inverse=True)
-                sums = None if log_sums is None else log_sums[needed]
-                verifier = targets.teacher.distributions(raw[needed], sums)[again]
+            verifier = None if teacher is None else teacher.distributions(rows)
             logits_RV[rows] = self._gradient(blocks, logits_RV[rows].to(self.exact), verifier)
             row += size
+
+    def _teacher(self, part: slice) -> _ChunkTeacher | None:
+        """The verifier's side of a chunk; None where no loss needs it."""
+        if not self.objective.needs_teacher:
+            return None
+        teacher = self.targets.teacher
+        assert teacher is not None
+        positions = teacher.positions_NK[part][self.projected_NK[part]]
+        return _ChunkTeacher.at(positions, teacher, self.with_overlap)
 
     def _gradient(self, blocks: slice, logits: Tensor, verifier: Distributions | None) -> Tensor:
         live = self.projected_NK[blocks]

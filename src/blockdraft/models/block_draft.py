@@ -24,7 +24,8 @@ from blockdraft.models.norm import RMSNorm
 from blockdraft.models.positions import RotaryPositions
 from blockdraft.models.vocabulary import DraftVocabulary
 from blockdraft.ops.anchors import Blocks
-from blockdraft.ops.attention import BlockAttention, cached_attention, training_attention
+from blockdraft.ops.attention import BlockAttention, training_attention
+from blockdraft.ops.cached_attention import cached_attention
 from blockdraft.ops.head import head_logits
 from blockdraft.ops.masks import slot_mask
 from blockdraft.ops.ragged_kv import RaggedKV
@@ -62,9 +63,9 @@ class BlockDraft(nn.Module):
         if self.vocabulary is not None:
             assert self.vocabulary.consistent, "fill the vocabulary map first"
             head_VE = head_VE[self.vocabulary.ids]
-        # Set past nn.Module, which would otherwise make a parameter of them, to be saved and moved with the draft.
-        object.__setattr__(self, "_embedding", embedding)
-        object.__setattr__(self, "head_VE", head_VE.detach())
+        assert not isinstance(embedding, nn.Module), "would become a part of the draft: give a function"
+        self._embedding = embedding
+        self.head_VE = head_VE.detach()  # a plain tensor: nn.Module would save and move a parameter with the draft
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
@@ -187,16 +188,16 @@ class BlockDraft(nn.Module):
             if kind not in masks:
                 masks[kind] = self._decoding_mask(cache, block_size, *kind)
 
-            def attend(query: Tensor, key: Tensor, value: Tensor, i: int = index, mask: Tensor = masks[kind]) -> Tensor:
-                keys, values = cache.write(i, key.transpose(1, 2), value.transpose(1, 2))
-                return cached_attention(query, keys, values, mask)
-
+            attend = functools.partial(cached_attention, cache=cache, layer=index, mask_RBC=masks[kind])
             x = layer(x, cos, sin, attend)
         return self.norm(x)
 
     @staticmethod
     def _decoding_mask(cache: RaggedKV, block_size: int, window: int | None, causal: bool) -> Tensor:
-        """Which cached positions each slot sees, bool [R, B, C]; the block itself stands at lengths .. lengths + B."""
+        """Which cached positions are visible to each slot, bool [R, B, C].
+
+        The block itself stands at lengths .. lengths + B.
+        """
         keys = torch.arange(cache.longest + block_size, device=cache.lengths.device)
         anchors = cache.lengths[:, None]
         context = keys < anchors

@@ -1,11 +1,11 @@
-"""Attention of anchored blocks over their context and themselves.
+"""Attention of anchored blocks over their context and themselves, in training: over a packed row.
 
 `ChunkedAttention` never builds the dense mask of (T + N * B) keys: blocks come sorted by anchor, and a chunk of
 neighbouring blocks attends only to the stretch of context that it can see, in torch's flash kernel for CPUs.
 What a block's slots see of each other is small and computed plainly; the two softmaxes are merged by their
 log-sum-exps, exactly (Dao et al., "FlashAttention", 2022). Scores are never stored. On CUDA, FlexAttention compiles
 the same rule into one kernel (`ops/flex.py`). `plain_attention`, by one dense mask, is the reference implementation of
-both, and what other devices get.
+both, and what other devices get. `ops/cached_attention.py` has the attention of decoding.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ class _Chunk:
     """Neighbouring blocks of one document and the stretch of context that they can see.
 
     Attributes:
-        hidden: True where a slot does not see a position of the stretch, [n, B, width].
+        visible: True where a position of the stretch is visible to a slot, [n, B, width].
     """
 
     part: slice
     context: slice
-    hidden: Tensor
+    visible: Tensor
 
 
 class ChunkedAttention:
@@ -92,15 +92,16 @@ class ChunkedAttention:
     def __init__(self, blocks: Blocks, block_size: int, window: int | None, causal: bool) -> None:
         self.block_size = block_size
         self.chunks = _chunks(blocks, block_size, window)
-        self.unseen = ~slot_mask(block_size, causal, blocks.anchors.device) if causal else None
+        self.visible_slots = slot_mask(block_size, causal, blocks.anchors.device)
+        self.causal = causal
         self._masks: dict[torch.dtype, list[Tensor]] = {}
 
     def masks(self, dtype: torch.dtype) -> list[Tensor]:
         """Additive masks [1, 1, n * B, width] of the chunks, made once for all layers and for the backward pass."""
         if dtype not in self._masks:
             self._masks[dtype] = [
-                torch.zeros(chunk.hidden.shape, dtype=dtype, device=chunk.hidden.device)
-                .masked_fill_(chunk.hidden, -torch.inf)
+                torch.zeros(chunk.visible.shape, dtype=dtype, device=chunk.visible.device)
+                .masked_fill_(~chunk.visible, -torch.inf)
                 .flatten(0, 1)[None, None]
                 for chunk in self.chunks
             ]
@@ -136,7 +137,7 @@ class _ChunkedAttention(torch.autograd.Function):
         log_sum = torch.empty(query.shape[:3], dtype=exact, device=query.device)  # [N, B, Q], of the context first
         for chunk, mask in zip(plan.chunks, plan.masks(query.dtype), strict=True):
             rows = _rows(query[chunk.part], key.shape[2])
-            keys, values = (_visible(each, chunk, len(rows)) for each in (context_key, context_value))
+            keys, values = (_stretch(each, chunk, len(rows)) for each in (context_key, context_value))
             mixed, sums = _flash(rows, keys, values, attn_mask=mask)
             out[chunk.part] = _blocks(mixed, plan.block_size)
             log_sum[chunk.part] = _blocks(sums[..., None], plan.block_size)[..., 0]
@@ -165,7 +166,7 @@ class _ChunkedAttention(torch.autograd.Function):
         grad_context_value = torch.zeros_like(grad_context_key)
         for chunk, mask in zip(plan.chunks, plan.masks(query.dtype), strict=True):
             rows, given_rows, out_rows = (_rows(each[chunk.part], key.shape[2]) for each in (query, given, out))
-            keys, values = (_visible(each, chunk, len(rows)) for each in (context_key, context_value))
+            keys, values = (_stretch(each, chunk, len(rows)) for each in (context_key, context_value))
             # The kernel forms its weights from the log-sum-exp it is given: with the merged one they are ours.
             sums = _rows(total[chunk.part][..., None], key.shape[2])[..., 0].contiguous()
             to_query, to_keys, to_values = _flash_backward(
@@ -189,7 +190,7 @@ def _blocks(rows: Tensor, block_size: int) -> Tensor:
     return rows.permute(2, 1, 0, 3).flatten(1, 2).unflatten(0, (-1, block_size))
 
 
-def _visible(tensor_TKH: Tensor, chunk: _Chunk, num_groups: int) -> Tensor:
+def _stretch(tensor_TKH: Tensor, chunk: _Chunk, num_groups: int) -> Tensor:
     """A chunk's stretch of context, the same memory for each of the query group, [G, K, width, H]."""
     return tensor_TKH[chunk.context].transpose(0, 1)[None].expand(num_groups, -1, -1, -1)
 
@@ -229,8 +230,8 @@ def _gather(weights_NBQC: Tensor, rows_NBQH: Tensor, slots_NBKH: Tensor) -> Tens
 def _own_scores(query: Tensor, key: Tensor, plan: ChunkedAttention) -> Tensor:
     """Scores of a block's slots among themselves in the softmax's precision, [N, B, Q, B]."""
     scores = _against(query, key).to(_accumulator(query.dtype)).mul_(query.shape[-1] ** -0.5)
-    if plan.unseen is not None:
-        scores.masked_fill_(plan.unseen[:, None], -torch.inf)
+    if plan.causal:
+        scores.masked_fill_(~plan.visible_slots[:, None], -torch.inf)
     return scores
 
 
@@ -246,8 +247,8 @@ def _chunks(blocks: Blocks, block_size: int, window: int | None) -> list[_Chunk]
                 continue
         start = starts[first] if window is None else max(starts[first], anchors[first] - window + 1)
         part, context = slice(first, index), slice(start, anchors[index - 1])
-        hidden = ~context_mask(blocks[part], context.stop, block_size, window)[..., context]
-        chunks.append(_Chunk(part, context, hidden))
+        visible = context_mask(blocks[part], context.stop, block_size, window)[..., context]
+        chunks.append(_Chunk(part, context, visible))
         first = index
     return chunks
 
@@ -272,55 +273,13 @@ def plain_attention(
     query_NBQH = query_NBQH.to(dtype)
     keys = torch.cat((context_key_TKH.to(dtype), key_NBKH.to(dtype).flatten(0, 1))).repeat_interleave(groups, dim=1)
     values = torch.cat((context_value_TKH.to(dtype), value_NBKH.flatten(0, 1))).repeat_interleave(groups, dim=1)
-    seen_context = context_mask(blocks, len(context_key_TKH), block_size, window)
+    visible_context = context_mask(blocks, len(context_key_TKH), block_size, window)
     own = torch.eye(num_blocks, dtype=torch.bool, device=keys.device)[:, None, :, None]
-    seen_slots = own & slot_mask(block_size, causal, keys.device)[None, :, None, :]
-    mask = torch.cat(
-        (seen_context, seen_slots.reshape(num_blocks, block_size, num_blocks * block_size)), dim=-1
+    visible_slots = own & slot_mask(block_size, causal, keys.device)[None, :, None, :]
+    visible = torch.cat(
+        (visible_context, visible_slots.reshape(num_blocks, block_size, num_blocks * block_size)), dim=-1
     ).flatten(0, 1)
     scores = torch.einsum("mqh,tqh->qmt", query_NBQH.flatten(0, 1) * head_dim**-0.5, keys)
     scores = scores.to(_accumulator(scores.dtype))
-    weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1).to(values.dtype)
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1).to(values.dtype)
     return torch.einsum("qmt,tqh->mqh", weights, values).view_as(query_NBQH)
-
-
-def cached_attention(query_RBQH: Tensor, keys_RKCH: Tensor, values_RKCH: Tensor, mask_RBC: Tensor) -> Tensor:
-    """Attention of decoding blocks over a cache that already holds the block's own keys.
-
-    Args:
-        keys_RKCH: context keys followed by the block's own, as `RaggedKV.write` returns them.
-        mask_RBC: True where a slot sees a cached position.
-
-    Returns:
-        [R, B, Q, H].
-    """
-    return grouped_attention(query_RBQH.transpose(1, 2), keys_RKCH, values_RKCH, mask_RBC[:, None]).transpose(1, 2)
-
-
-def grouped_attention(
-    query_RQWH: Tensor,
-    keys_RKCH: Tensor,
-    values_RKCH: Tensor,
-    mask_R1WC: Tensor,
-    dropout: float = 0.0,
-    scale: float | None = None,
-) -> Tensor:
-    """torch's SDPA under a mask, without copying keys for grouped queries.
-
-    SDPA's own `enable_gqa` with a mask is slow on processors. Here the group is folded into the query axis: queries
-    become [R, K, G * W, H], and the mask is repeated in place of the keys.
-
-    Args:
-        mask_R1WC: True where a query sees a key, or what is added to its score.
-
-    Returns:
-        [R, Q, W, H].
-    """
-    rows, heads, width, head_dim = query_RQWH.shape
-    groups = heads // keys_RKCH.shape[1]
-    folded = query_RQWH.reshape(rows, keys_RKCH.shape[1], groups * width, head_dim)
-    mask = mask_R1WC.repeat(1, 1, groups, 1) if width > 1 and groups > 1 else mask_R1WC
-    out = torch.nn.functional.scaled_dot_product_attention(
-        folded, keys_RKCH, values_RKCH, attn_mask=mask, dropout_p=dropout, scale=scale
-    )
-    return out.reshape(rows, heads, width, head_dim)

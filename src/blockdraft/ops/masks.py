@@ -1,4 +1,4 @@
-"""What a slot may see, as dense masks. The plain statement of the rule; nothing on a hot path builds these."""
+"""What is visible to a slot, as dense masks. The plain statement of the rule; nothing on a hot path builds these."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from blockdraft.ops.anchors import Blocks
 
 
 def context_mask(blocks: Blocks, row_length: int, block_size: int, window: int | None) -> Tensor:
-    """Which context positions each slot sees, bool [N, B, T].
+    """Which context positions are visible to each slot, bool [N, B, T].
 
     Strictly before the anchor (the anchor's own verifier state does not exist yet when serving) and inside the anchor's
     document. With a sliding window a slot at position p sees nothing at or before p - window: the window moves with the
@@ -17,14 +17,14 @@ def context_mask(blocks: Blocks, row_length: int, block_size: int, window: int |
     """
     positions = torch.arange(row_length, device=blocks.anchors.device)
     anchors = blocks.anchors[:, None]
-    seen = ((positions >= blocks.starts[:, None]) & (positions < anchors))[:, None].expand(-1, block_size, -1)
+    visible = ((positions >= blocks.starts[:, None]) & (positions < anchors))[:, None].expand(-1, block_size, -1)
     if window is None:
-        return seen
+        return visible
     slots = anchors + torch.arange(block_size, device=anchors.device)
-    return seen & (positions > (slots - window)[..., None])
+    return visible & (positions > (slots - window)[..., None])
 
 
 def slot_mask(block_size: int, causal: bool, device: torch.device | None = None) -> Tensor:
-    """Which slots of its own block a slot sees, bool [B, B]: all of them, or those up to itself."""
+    """Which slots of its own block are visible to a slot, bool [B, B]: all of them, or those up to itself."""
     full = torch.ones(block_size, block_size, dtype=torch.bool, device=device)
     return full.tril() if causal else full

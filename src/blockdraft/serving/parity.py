@@ -7,14 +7,15 @@ that block and text share. What differs first is named, with the stage that it b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from blockdraft.decoding.identity import Difference, first_difference
 from blockdraft.serving.client import Served
 from blockdraft.vllm_plugin.record import Blocks
 
-STAGES = ("text", "proposed tokens", "agreed tokens", "engine counters")
+PROPOSED, AGREED = "proposed tokens", "agreed tokens"
+STAGES = ("text", PROPOSED, AGREED, "engine counters")
 
 Gap = Callable[[int, int, int, int], "float | None"]
 """(anchor, slot, wanted, found) -> by how much the lower of the two falls short of the draft's best float32 logit."""
@@ -112,47 +113,67 @@ def compare_reply(
         gap: asked only where tokens differ and the bound is above 0.
         bound: the largest gap that counts as a tie.
     """
-    text = [*prompt, *reply.tokens]
+    walk = _Walk(engine, index, [*prompt, *reply.tokens], proposals, blocks)
     rounds = served_rounds(len(prompt), reply)
-    findings: list[Finding] = []
-
-    def differs(stage: str, position: int, wanted: object, found: object) -> Finding:
-        return Finding(engine, index, stage, position, wanted, found)
-
     # A wrong count leads to anchors that are none; what follows it cannot be judged.
-    lost = next((step for step in rounds if step.anchor not in proposals), None)
-    if lost is not None:
-        findings.append(differs("agreed tokens", lost.anchor, "an anchor inside the reply", "none"))
-        rounds = rounds[: rounds.index(lost)]
-    for step in rounds if blocks is not None else ():
-        wanted, found = list(proposals[step.anchor]), (blocks or {}).get(step.anchor, [])
+    lost = next((number for number, step in enumerate(rounds) if step.anchor not in proposals), None)
+    judged = rounds[:lost]
+    findings = [
+        None if lost is None else walk.differs(AGREED, rounds[lost].anchor, "an anchor inside the reply", "none"),
+        _first(walk.proposed_tokens(step, gap, bound) for step in judged),
+        _first(walk.agreed_tokens(step) for step in judged),
+    ]
+    last = len(walk.text) - 1
+    end = judged[-1].anchor + judged[-1].agreed + 1 if judged else len(prompt)
+    if reply.tokens and end < last and lost is None:
+        findings.append(walk.differs(AGREED, end, last, "rounds end before the reply"))
+    return [finding for finding in findings if finding is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """One reply, and what its rounds are judged by; see `compare_reply`."""
+
+    engine: str
+    index: int
+    text: list[int]
+    proposals: Mapping[int, Sequence[int]]
+    blocks: Blocks | None
+
+    def differs(self, stage: str, position: int, wanted: object, found: object) -> Finding:
+        return Finding(self.engine, self.index, stage, position, wanted, found)
+
+    def proposed_tokens(self, step: ServedRound, gap: Gap, bound: float) -> Finding | None:
+        """The first token of a block that the draft does not propose there."""
+        if self.blocks is None:
+            return None
+        wanted, found = list(self.proposals[step.anchor]), self.blocks.get(step.anchor, [])
         slot = first_difference(wanted, found)
         if slot is None:
-            continue
+            return None
         if slot >= min(len(wanted), len(found)):
-            findings.append(differs("proposed tokens", step.anchor, wanted, found))
-            break
-        finding = differs("proposed tokens", step.anchor + slot + 1, wanted[slot], found[slot])
+            return self.differs(PROPOSED, step.anchor, wanted, found)
+        finding = self.differs(PROPOSED, step.anchor + slot + 1, wanted[slot], found[slot])
         short = gap(step.anchor, slot, wanted[slot], found[slot]) if bound else None
-        tie = short is not None and short <= bound
-        findings.append(replace(finding, tie=tie, gap=short, bound=bound))
-        break
-    for step in rounds:
+        return replace(finding, tie=short is not None and short <= bound, gap=short, bound=bound)
+
+    def agreed_tokens(self, step: ServedRound) -> Finding | None:
+        """A count of agreed tokens that is not the length of the prefix that block and text share."""
         # Without a record the trainer's proposals stand in for the engine's.
-        block = list(proposals[step.anchor]) if blocks is None else blocks.get(step.anchor, [])
-        behind = text[step.anchor + 1 : step.anchor + 1 + len(block)]
-        shared = first_difference(behind, block[: len(behind)])
-        shared = len(behind) if shared is None else shared
+        block = list(self.proposals[step.anchor]) if self.blocks is None else self.blocks.get(step.anchor, [])
+        behind = self.text[step.anchor + 1 : step.anchor + 1 + len(block)]
+        difference = first_difference(behind, block[: len(behind)])
+        shared = len(behind) if difference is None else difference
         # Where the text ends inside the block, the verifier may have agreed with more than the text shows.
-        right = step.agreed >= shared if shared == len(behind) < len(block) else step.agreed == shared
-        if not right:
-            findings.append(differs("agreed tokens", step.anchor, shared, step.agreed))
-            break
-    last = len(text) - 1
-    end = rounds[-1].anchor + rounds[-1].agreed + 1 if rounds else len(prompt)
-    if reply.tokens and end < last and lost is None:
-        findings.append(differs("agreed tokens", end, last, "rounds end before the reply"))
-    return findings
+        text_ends_first = difference is None and len(behind) < len(block)
+        agreed_with_all_shown = text_ends_first and step.agreed >= shared
+        if agreed_with_all_shown or step.agreed == shared:
+            return None
+        return self.differs(AGREED, step.anchor, shared, step.agreed)
+
+
+def _first(findings: Iterable[Finding | None]) -> Finding | None:
+    return next((finding for finding in findings if finding is not None), None)
 
 
 def within(finding: Finding, bound: float) -> Finding:

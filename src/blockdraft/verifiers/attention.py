@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from blockdraft.ops.attention import grouped_attention
+from blockdraft.ops.cached_attention import grouped_attention
 
 NAME = "blockdraft_folded"
 SCORES_AT_ONCE = 2**25  # scores that exist at once on the plain path

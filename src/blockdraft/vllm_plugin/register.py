@@ -147,16 +147,14 @@ def _extend_proposer() -> None:
 
     from blockdraft.vllm_plugin import proposer
 
-    for name in (
-        "__init__",
-        "set_inputs_first_pass",
-        "_sample_draft_tokens",
-        "propose",
-        "validate_same_kv_cache_group",
+    for name, wrapper in (
+        ("__init__", proposer.init),
+        ("set_inputs_first_pass", proposer.set_inputs_first_pass),
+        ("_sample_draft_tokens", proposer.sample_draft_tokens),
+        ("propose", proposer.propose),
+        ("validate_same_kv_cache_group", proposer.validate_same_kv_cache_group),
     ):
-        stock = getattr(DFlashProposer, name)
-        wrapped = functools.partialmethod(getattr(proposer, name.strip("_")), stock)
-        setattr(DFlashProposer, name, wrapped)
+        setattr(DFlashProposer, name, functools.partialmethod(wrapper, getattr(DFlashProposer, name)))
 
 
 def _give_hidden_states() -> None:

@@ -23,7 +23,7 @@ from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLine
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.v1.attention.backend import AttentionType
 
-from blockdraft.ops.attention import grouped_attention
+from blockdraft.ops.cached_attention import grouped_attention
 
 
 class Projections(nn.Module):
