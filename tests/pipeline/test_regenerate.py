@@ -208,9 +208,12 @@ def test_a_server_writes_what_this_process_writes(
     assert {path.name for path in (tmp_path / "there").iterdir()} == {"documents.parquet", RECORD, REJECTS}
 
 
-def test_a_slow_answer_is_given_up_and_asked_for_again(verifier: CausalVerifier, prompts: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["hang", "drip", "junk", "empty"])
+def test_no_answer_in_time_and_none_that_is_whole_are_asked_for_again(
+    verifier: CausalVerifier, prompts: Path, tmp_path: Path, kind: str
+) -> None:
     def fault(text: str, times: int) -> str | None:
-        return "hang" if times == 1 and text == "w3 w0" else None
+        return kind if times == 1 and text == "w3 w0" else None
 
     with openai_server(verifier, fault) as (url, server):
         regenerate(settings_of(verifier, prompts, tmp_path / "d", endpoint=url, request_timeout=3.0))
