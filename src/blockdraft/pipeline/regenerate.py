@@ -73,18 +73,25 @@ def _regenerate(settings: RegenerateSettings, verifier: Verifier | None) -> dict
     if (made := made_before(settings.save_path, facts)) is not None:
         return made
     require_free(settings.save_path, "--save-path", own=_JOURNAL)
+    for earlier in settings.save_path.glob(f"{_JOURNAL}*.jsonl"):
+        raise InputError(
+            "--save-path",
+            earlier,
+            "an earlier version began this run; finish it with that version, or delete this file",
+        )
     context = None if server is not None or verifier is None else verifier.context_length
     run = _Run(settings, prepared, text_side, fingerprint(facts), context)
-    if server is None:
-        assert verifier is not None
-        sampling = SamplingSettings(
-            max_new_tokens=settings.max_new_tokens, temperature=settings.temperature, top_k=settings.top_k,
-            top_p=settings.top_p, seed=settings.seed,
-        )  # fmt: skip
-        run.write(lambda asked: write_replies(verifier, asked, sampling, settings.batch_size, run.journal))
-    else:
-        run.write(lambda asked: ask_for_replies(server, asked, run.template, settings, run.journal))
-    return {**run.finish(facts), "folder": str(settings.save_path)}
+    with contextlib.closing(run.journal):
+        if server is None:
+            assert verifier is not None
+            sampling = SamplingSettings(
+                max_new_tokens=settings.max_new_tokens, temperature=settings.temperature, top_k=settings.top_k,
+                top_p=settings.top_p, seed=settings.seed,
+            )  # fmt: skip
+            run.write(lambda asked: write_replies(verifier, asked, sampling, settings.batch_size, run.journal))
+        else:
+            run.write(lambda asked: ask_for_replies(server, asked, run.template, settings, run.journal))
+        return {**run.finish(facts), "folder": str(settings.save_path)}
 
 
 def _require_same_text(settings: RegenerateSettings, facts: dict[str, Any], text_side: TextSide) -> None:
@@ -188,9 +195,9 @@ class _Run:
         facts = prepared["facts"]
         self.template: ChatTemplate = chat_template(text_side, facts)
         self.limits = facts["max_source_length"], facts["max_length"]
-        self.journal = Journal(settings.save_path / f"{_JOURNAL}{request}.jsonl")
         self.rejected: dict[str, tuple[str, RowError]] = {}
         self.items = list(self._items())
+        self.journal = Journal(settings.save_path / f"{_JOURNAL}{request}.db")
 
     def _items(self) -> Iterator[_Item]:
         names = ["id", "part", "source", "key", "conversation"]
@@ -252,6 +259,7 @@ class _Run:
             ]
             (folder / REJECTS).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
             write_json(folder / RECORD, record)
+            self.journal.close()
         return record
 
     def _rows(self) -> Iterator[dict[str, Any]]:
