@@ -22,8 +22,9 @@ FLOORS = {
     "training": 5,
     "vllm_plugin": 5,
     "serving": 6,
-    "pipeline": 7,
-    "cli": 8,
+    "responses": 7,
+    "pipeline": 8,
+    "cli": 9,
 }
 
 

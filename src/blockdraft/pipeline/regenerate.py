@@ -22,17 +22,17 @@ from blockdraft.data.record import read_record
 from blockdraft.data.requests import Request, next_request, with_replies
 from blockdraft.data.table import RECORD, REJECTS, TABLE, flat, read_table, write_rows
 from blockdraft.data.templates import ChatTemplate, truncated
-from blockdraft.decoding.regenerate import write_replies
 from blockdraft.errors import BlockdraftError, InputError
 from blockdraft.files import locked, replacing, require_free, write_json
 from blockdraft.fingerprint import file_hash, fingerprint
 from blockdraft.pipeline.loading import verifier_of
 from blockdraft.pipeline.prepare import chat_template, made_before
 from blockdraft.progress import say
+from blockdraft.responses.in_process import write_replies
+from blockdraft.responses.probe import PROMPTS, require_author
+from blockdraft.responses.server import Server, find_server
+from blockdraft.responses.server import write_replies as ask_for_replies
 from blockdraft.runtime import dtype_name
-from blockdraft.serving.probe import PROMPTS, require_author
-from blockdraft.serving.replies import Server, find_server
-from blockdraft.serving.replies import write_replies as ask_for_replies
 from blockdraft.settings import RegenerateSettings, SamplingSettings
 from blockdraft.verifiers.base import Verifier
 from blockdraft.verifiers.hub import is_gguf

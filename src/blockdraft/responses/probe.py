@@ -18,7 +18,7 @@ from blockdraft.data.templates import ChatTemplate
 from blockdraft.decoding.engine import DecodingEngine, Reply
 from blockdraft.decoding.identity import differences, tie_bound
 from blockdraft.errors import InputError
-from blockdraft.serving.replies import Server, write_replies
+from blockdraft.responses.server import Server, write_replies
 from blockdraft.settings import RegenerateSettings, SamplingSettings
 from blockdraft.verifiers.base import Verifier
 
