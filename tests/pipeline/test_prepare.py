@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from blockdraft.cli.tables import show_prepared
+from blockdraft.data import preparation
 from blockdraft.data.mixture import place
 from blockdraft.data.table import RECORD, REJECTS, TABLE, Documents, read_documents, read_table
 from blockdraft.decoding.engine import DecodingEngine
 from blockdraft.errors import InputError
-from blockdraft.pipeline import preparation
 from blockdraft.pipeline import prepare as module
 from blockdraft.pipeline.prepare import prepare
 from blockdraft.pipeline.regenerate import regenerate

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.decoding.proposals import Proposal, most_likely, propose
+from blockdraft.decoding.stops import StopRules, StopWindow
 from blockdraft.models.block_draft import BlockDraft
 from blockdraft.ops.acceptance import Round, accept_sampled, accepted_prefix
 from blockdraft.ops.prefix import shared_prefix
@@ -45,6 +46,7 @@ class Reply:
     rounds: list[Round] = field(default_factory=list)
     finish: str | None = None
     source: list[int] | None = None
+    _window: StopWindow = field(default_factory=StopWindow, repr=False, compare=False)
 
     def document(self, name: str) -> Document:
         """The text so far as a document."""
@@ -61,27 +63,11 @@ class Reply:
             self.tokens.append(token)
             self.drafted.append(drafted)
             used += drafted
-            self.finish = stops.reason(self)
+            self.finish = stops.reason(self.tokens, self.limit, self._window)
             if self.finish:
                 break
         if proposed is not None:
             self.rounds.append(Round(anchor, tuple(proposed), used, agreed))
-
-
-@dataclass(frozen=True, slots=True)
-class StopRules:
-    """When a reply ends. `decode` is needed for stop strings only."""
-
-    stop_ids: frozenset[int]
-    stop_strings: tuple[str, ...]
-    decode: Callable[[list[int]], str]
-
-    def reason(self, reply: Reply) -> str | None:
-        if reply.tokens[-1] in self.stop_ids:
-            return "stop"
-        if self.stop_strings and any(stop in self.decode(reply.tokens) for stop in self.stop_strings):
-            return "stop"
-        return "length" if len(reply.tokens) >= reply.limit else None
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from blockdraft.data.encoding import Encoder
+from blockdraft.data.preparation import Preparation
 from blockdraft.data.readers import file_digest, pinned
 from blockdraft.data.record import read_record
 from blockdraft.data.sources import Source, parse_sources
@@ -18,7 +19,6 @@ from blockdraft.data.templates import ChatMode, ChatTemplate
 from blockdraft.errors import InputError
 from blockdraft.files import locked, read_json, replacing, require_free, write_json
 from blockdraft.fingerprint import already_made, file_hash
-from blockdraft.pipeline.preparation import Preparation
 from blockdraft.settings import PrepareSettings
 from blockdraft.verifiers.text_side import TextSide, read_text_side
 
