@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from blockdraft.errors import InputError
-from blockdraft.progress import say
+from blockdraft.progress import warn
 from blockdraft.typed import checked
 
 # 2: a window moves with the slot; in 1 it was measured from the anchor. 3: `embedding`. 4: `matrices_digest`.
@@ -120,7 +120,7 @@ class Contract:
         names = list(VerifierIdentity.COMPARED)
         if not self.verifier.matrices_comparable(found):
             names.remove("matrices_digest")
-            say(f"the matrices of {found.name} were not compared, only its norms: {self._why_not_compared(found)}")
+            warn(f"the matrices of {found.name} were not compared, only its norms: {self._why_not_compared(found)}")
         pairs = [
             *((name, getattr(self.verifier, name), getattr(found, name)) for name in names),
             ("logit_softcap", self.logit_softcap, logit_softcap),
