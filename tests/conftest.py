@@ -14,7 +14,9 @@ if IS_ONE_OF_SEVERAL:
 
 import dataclasses  # noqa: E402
 import json  # noqa: E402
+import logging  # noqa: E402
 import socket  # noqa: E402
+from collections.abc import Callable  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import hypothesis  # noqa: E402
@@ -258,6 +260,19 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, s
     code = run([str(argument) for argument in arguments])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
+    """The lines that the package has logged since the last call."""
+    caplog.set_level(logging.INFO, "blockdraft")
+
+    def lines() -> str:
+        text = "".join(f"{record.getMessage()}\n" for record in caplog.records if record.name == "blockdraft")
+        caplog.clear()
+        return text
+
+    return lines
 
 
 def free_port() -> int:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from blockdraft.draft_config import DraftConfig
 from blockdraft.errors import InputError
-from blockdraft.progress import say
+from blockdraft.progress import warn
 from blockdraft.typed import checked
 
 # 6: holds the draft's config; before, it repeated most of it. What earlier versions were: `checkpoints/older.py`.
@@ -102,7 +102,7 @@ class Contract:
         names = list(VerifierIdentity.COMPARED)
         if not self.verifier.matrices_comparable(found):
             names.remove("matrices_digest")
-            say(f"the matrices of {found.name} were not compared, only its norms: {self._why_not_compared(found)}")
+            warn(f"the matrices of {found.name} were not compared, only its norms: {self._why_not_compared(found)}")
         pairs = [
             *((name, getattr(self.verifier, name), getattr(found, name)) for name in names),
             ("logit_softcap", self.logit_softcap, logit_softcap),

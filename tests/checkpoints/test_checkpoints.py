@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -291,7 +291,7 @@ def test_a_contract_of_version_5_says_the_same(
 
 
 def test_a_contract_of_version_4_states_a_norm_that_nothing_reads(
-    tiny_verifier: CausalVerifier, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_verifier: CausalVerifier, tmp_path: Path, said: Callable[[], str]
 ) -> None:
     draft = tiny_draft(tiny_verifier, tiny_config())
     save_draft(tmp_path / "d", draft, contract_of(draft, tiny_verifier), torch.float32, {})
@@ -299,22 +299,22 @@ def test_a_contract_of_version_4_states_a_norm_that_nothing_reads(
     assert "final_norm" not in config["blockdraft"]
     rewrite(tmp_path / "d", config=as_version_4(config))
     _, contract = load_draft(tmp_path / "d", tiny_verifier, torch.float32)
-    assert contract == contract_of(draft, tiny_verifier) and capsys.readouterr().err == ""
+    assert contract == contract_of(draft, tiny_verifier) and said() == ""
 
 
 def test_a_contract_of_version_3_is_read_and_what_it_does_not_say_is_said(
-    tiny_verifier: CausalVerifier, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_verifier: CausalVerifier, tmp_path: Path, said: Callable[[], str]
 ) -> None:
     draft = tiny_draft(tiny_verifier, tiny_config())
     save_draft(tmp_path / "d", draft, contract_of(draft, tiny_verifier), torch.float32, {})
     config = json.loads((tmp_path / "d" / CONFIG).read_text())
     load_draft(tmp_path / "d", tiny_verifier, torch.float32)
-    assert capsys.readouterr().err == ""
+    assert said() == ""
     rewrite(tmp_path / "d", config=as_version_3(config))
     loaded, contract = load_draft(tmp_path / "d", tiny_verifier, torch.float32)
     assert torch.equal(hidden_of(loaded, tiny_verifier), hidden_of(draft, tiny_verifier))
     assert contract.verifier.matrices_digest is None and contract.version == CONTRACT_VERSION
-    assert "the matrices of tiny-llama were not compared, only its norms" in capsys.readouterr().err
+    assert "the matrices of tiny-llama were not compared, only its norms" in said()
     rewrite(tmp_path / "d", config=as_version_3(config, scale=2.0))
     with pytest.raises(InputError, match=r"contract embedding_scale: 2\.0"):
         load_draft(tmp_path / "d", tiny_verifier, torch.float32)

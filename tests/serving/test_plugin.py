@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from blockdraft import __version__
 from blockdraft.checkpoints.store import save_draft
 from conftest import contract_of, tiny_config, tiny_draft, tiny_verifier_of
 
@@ -47,7 +48,7 @@ def in_child(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(arguments, child.exitcode or 0, *said)
 
 
-def test_it_is_found_by_entry_point_and_registers_once() -> None:
+def test_it_is_found_by_entry_point_and_registers_and_says_so_once() -> None:
     done = in_child(
         """
         import functools
@@ -67,9 +68,15 @@ def test_it_is_found_by_entry_point_and_registers_once() -> None:
         assert {"dflash", "dflare", "dspark", "blockdraft"} <= set(algos.SUPPORTED_SPECULATORS_TYPES)
         from vllm import ModelRegistry
         assert "BlockDraftModel" in ModelRegistry.get_supported_archs()
+        from vllm.config.logging import LoggingConfig
+        from vllm.logger import configure_logging_if_needed
+        configure_logging_if_needed(LoggingConfig())
+        configure_logging_if_needed(LoggingConfig(log_level="DEBUG"))
         """
     )
     assert done.returncode == 0, done.stderr[-2000:]
+    said = (done.stdout + done.stderr).splitlines()
+    assert sum(f"blockdraft {__version__} is active in vLLM 0.32" in line for line in said) == 1, said
 
 
 def test_an_unknown_engine_is_refused_for_our_drafts_and_left_alone_for_others(tmp_path: Path) -> None:

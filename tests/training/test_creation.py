@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -108,15 +109,15 @@ def test_objective_defaults_follow_the_type() -> None:
     assert make_objective(settings(loss_fn="kl"), "dflash").weighting == "fixed-exp-decay"
 
 
-def test_a_vocabulary_larger_than_the_tokens_seen_is_filled_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_vocabulary_larger_than_the_tokens_seen_is_filled_and_says_so(said: Callable[[], str]) -> None:
     documents = [Document.of_reply("a", [9, 9], [50, 60, 50], "stop")]
     ids = draft_vocabulary(tiny_config(draft_vocab_size=5), documents)
     assert ids is not None and ids.tolist() == [0, 1, 2, 50, 60]
-    said = capfd.readouterr().err
-    assert "100.00% of the reply tokens" in said and "only 2 tokens occur, the 3 smallest other ids fill up" in said
+    text = said()
+    assert "100.00% of the reply tokens" in text and "only 2 tokens occur, the 3 smallest other ids fill up" in text
     small = draft_vocabulary(tiny_config(draft_vocab_size=1), documents)
     assert small is not None and small.tolist() == [50]
-    assert "66.67% of the reply tokens" in capfd.readouterr().err
+    assert "66.67% of the reply tokens" in said()
     assert draft_vocabulary(tiny_config(), documents) is None
 
 

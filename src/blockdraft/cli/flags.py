@@ -12,11 +12,12 @@ from typing import Annotated, Any
 
 import typer
 
+from blockdraft.cli.console import set_level
 from blockdraft.settings.base import flag_name, former_names, type_hints, value_type, warn_renamed
 
 
 def command(cls: type, run: Callable[[dict[str, Any], Path | None, bool], None]) -> Callable[..., None]:
-    """A function whose signature typer turns into the flags of `cls`, plus --config and --json.
+    """A function whose signature typer turns into the flags of `cls`, plus those of every command.
 
     Every flag defaults to None here, which means "not given"; the default itself is applied by `settings.build`.
     """
@@ -28,10 +29,13 @@ def command(cls: type, run: Callable[[dict[str, Any], Path | None, bool], None])
     parameters = [_parameter(field, hints[field.name], panels.get(field.name)) for field in ordered]
     parameters.append(_option("config", Path | None, None, "YAML or TOML recipe; flags given here win over it"))
     parameters.append(_option("json", bool, False, "print the result as one JSON object on stdout"))
+    parameters.append(_option("verbose", bool, False, "also say details: settings, device, files, times", short="-v"))
+    parameters.append(_option("quiet", bool, False, "say nothing but warnings and errors", short="-q"))
     if rest is not None:
         parameters.append(inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context))
 
     def function(**values: Any) -> None:
+        set_level(values.pop("verbose"), values.pop("quiet"))
         recipe, as_json = values.pop("config"), values.pop("json")
         if rest is not None:
             values[rest] = list(values.pop("context").args)
@@ -136,11 +140,19 @@ def _metavar(wanted: Any) -> str | None:
 
 
 def _option(
-    name: str, hint: Any, default: Any, help_text: str, panel: str | None = None, metavar: str | None = None
+    name: str,
+    hint: Any,
+    default: Any,
+    help_text: str,
+    panel: str | None = None,
+    metavar: str | None = None,
+    short: str | None = None,
 ) -> inspect.Parameter:
     flag = flag_name(name)
     names = (f"{flag}/--no-{flag[2:]}",) if hint == bool | None else (flag,)
-    option = typer.Option(*names, help=help_text, show_default=False, rich_help_panel=panel, metavar=metavar)
+    option = typer.Option(
+        *names, *((short,) if short else ()), help=help_text, show_default=False, rich_help_panel=panel, metavar=metavar
+    )
     return _keyword(name, hint, option, default)
 
 

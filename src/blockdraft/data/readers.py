@@ -25,6 +25,7 @@ from blockdraft.data.sources import BUILTIN, Source
 from blockdraft.data.workloads import workload_prompts
 from blockdraft.errors import InputError
 from blockdraft.files import reading, reason
+from blockdraft.progress import LOGGER
 
 Numbered = tuple[int, Any]  # line, or number of the item, from 1; the row, or the RowError that it is
 _ROWS_AT_ONCE = 1024
@@ -91,6 +92,7 @@ def _file_rows(path: Path, name: str) -> Iterator[Numbered]:
     reader = readers.get(suffix_of(path))
     if reader is None:
         raise InputError("--source", f"{name}={path}", f"unknown kind of file; known are {', '.join(readers)} (.gz)")
+    LOGGER.debug("reading %s", path)
     try:
         yield from reader(path)
     except (OSError, EOFError, ValueError, zlib.error, csv.Error) as error:  # damaged, cut short, or not what it says

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from blockdraft.errors import InputError
 from blockdraft.files import writing
+from blockdraft.progress import LOGGER
 from blockdraft.records import Document, Span
 
 TABLE, RECORD, REJECTS = "documents.parquet", "data_config.json", "rejects.jsonl"
@@ -123,6 +124,7 @@ def read_table(folder: Path, field: str) -> pa.Table:
         raise InputError(field, folder, f"no {TABLE} there; make it with blockdraft prepare")
     try:
         table = pq.read_table(path, memory_map=True)
+        LOGGER.debug("read %s", path)
     except pa.ArrowException as error:
         raise InputError(field, path, f"damaged ({str(error).splitlines()[0][:120]})") from None
     if table.schema.names != SCHEMA.names:

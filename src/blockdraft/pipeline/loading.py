@@ -15,6 +15,7 @@ from blockdraft.data.templates import ChatMode
 from blockdraft.data.workloads import workload_prompts
 from blockdraft.errors import InputError
 from blockdraft.models.block_draft import BlockDraft
+from blockdraft.progress import LOGGER
 from blockdraft.runtime import has_fast_bfloat16, limit_threads, resolve_device, resolve_dtype
 from blockdraft.settings import CheckpointSettings, VerifierSettings
 from blockdraft.verifiers.base import Verifier
@@ -92,6 +93,7 @@ def load_pair(settings: CheckpointSettings) -> Pair:
     dtype = trained_dtype(settings.dtype, contract, device)
     verifier = load_verifier(name, dtype, device, settings.trust_remote_code, revision)
     draft, contract = load_draft(settings.checkpoint, verifier, dtype)
+    LOGGER.debug("draft %s (%s) loaded in %s on %s", settings.checkpoint, contract.draft.method, dtype, device)
     mode = chat_mode_of(settings.checkpoint, settings.thinking)
     return Pair(verifier, draft, contract, mode, settings.trust_remote_code)
 

@@ -18,7 +18,7 @@ from blockdraft.errors import InputError
 from blockdraft.ops.acceptance import AcceptanceCounts, Round
 from blockdraft.pipeline.loading import Pair, encode_all, heldout_or_file, load_pair, verifier_for
 from blockdraft.pipeline.serve import servable_verifier
-from blockdraft.progress import progress, say
+from blockdraft.progress import progress, say, warn
 from blockdraft.runtime import dtype_name, machine_description
 from blockdraft.serving.client import EngineClient, Served
 from blockdraft.serving.launcher import (
@@ -64,7 +64,7 @@ def parity(settings: ParitySettings) -> dict[str, Any]:
         pair.contract.require_k(k)
     prompts, unreached = past_windows(prompts, pair, settings.max_new_tokens, context)
     if unreached:
-        say(
+        warn(
             f"no text here goes past the window of {' and '.join(str(window) for window in unreached)} positions: "
             "give longer prompts (--data-path), or longer replies (--max-new-tokens)"
         )

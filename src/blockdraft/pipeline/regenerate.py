@@ -27,7 +27,7 @@ from blockdraft.files import locked, replacing, require_free, write_json
 from blockdraft.fingerprint import file_hash, fingerprint
 from blockdraft.pipeline.loading import verifier_of
 from blockdraft.pipeline.prepare import chat_template, made_before
-from blockdraft.progress import say
+from blockdraft.progress import warn
 from blockdraft.responses.in_process import write_replies
 from blockdraft.responses.probe import PROMPTS, require_author
 from blockdraft.responses.server import Server, find_server
@@ -115,12 +115,12 @@ def _author(
             "a server reads a folder; unpack it with blockdraft convert and name that folder",
         )  # fmt: skip
     if not settings.probe:
-        say(f"{server.model} at {server.url} was not probed: the data will have an unknown author")
+        warn(f"{server.model} at {server.url} was not probed: the data will have an unknown author")
         return None
     try:
         exact = verifier_of(dataclasses.replace(settings, dtype="float32"))
     except (InputError, MemoryError) as error:
-        say(f"{server.model} at {server.url} cannot be probed, the data will have an unknown author: {error}")
+        warn(f"{server.model} at {server.url} cannot be probed, the data will have an unknown author: {error}")
         return None
     template = chat_template(text_side, facts)
     require_author(

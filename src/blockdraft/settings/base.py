@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from blockdraft.errors import InputError
 from blockdraft.files import read_text, reading, reason
-from blockdraft.progress import say
+from blockdraft.progress import warn
 
 S = TypeVar("S")
 _INT_LIMIT = 2**31 - 1
@@ -165,7 +165,7 @@ def former_names(cls: type) -> dict[str, str]:
 
 def warn_renamed(old: str, new: str) -> None:
     """Say that a name will go."""
-    say(f"{old} is called {new} now; the old name works in this version only")
+    warn(f"{old} is called {new} now; the old name works in this version only")
 
 
 def _plain(value: Any) -> Any:

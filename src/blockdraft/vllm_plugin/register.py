@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from blockdraft import __version__
 from blockdraft.checkpoints.speculators import CONTRACT_KEY, parse_config
 from blockdraft.errors import InputError
 from blockdraft.presets import CUSTOM, CUSTOM_ARCHITECTURE, PRESETS, vllm_method_of
@@ -23,6 +24,10 @@ from blockdraft.vllm_plugin.servable import is_known, require_servable, unknown_
 from blockdraft.vllm_plugin.support import PATCHED, T5GEMMA2
 
 _DONE = "_blockdraft_plugin"
+_ACTIVE = (
+    f"blockdraft %s is active in vLLM %s; drafts: {', '.join((*PRESETS, CUSTOM))}; models: %s; patched: "
+    "draft proposer, draft layers, sampling with a draft, request checks, prompts of encoder-decoder models"
+)
 
 
 def register() -> None:
@@ -38,6 +43,7 @@ def register() -> None:
         stock = algos.SUPPORTED_SPECULATORS_TYPES.get(method)
         update = functools.partial(_update, method, stock) if known else functools.partial(_reject, method, stock)
         algos.register_speculator(method)(update)
+    _say_so(known)
     if not known:
         return
     _serve_as_dflash()
@@ -49,6 +55,32 @@ def register() -> None:
     _extend_proposer()
     _give_hidden_states()
     _serve_t5gemma2()
+
+
+def _say_so(known: bool) -> None:
+    """One line in the engine's log, once in every process that loads the plugin: what in it is not stock vLLM."""
+    import vllm
+    from vllm import logger as engine_log
+
+    log = engine_log.init_logger("vllm.plugins.blockdraft")  # vLLM shows what is below its own name only
+
+    def say() -> None:
+        if known:
+            log.info(_ACTIVE, __version__, vllm.__version__, ", ".join((CUSTOM_ARCHITECTURE, *PATCHED, T5GEMMA2)))
+        else:
+            log.warning("blockdraft %s does not know vLLM %s and rejects its own drafts", __version__, vllm.__version__)
+
+    if log.hasHandlers():
+        say()
+        return
+    configure = engine_log.configure_logging  # the server loads plugins before it has read how to log
+
+    def then_say(config: Any) -> None:
+        engine_log.configure_logging = configure
+        configure(config)
+        say()
+
+    engine_log.configure_logging = then_say
 
 
 def _update(
