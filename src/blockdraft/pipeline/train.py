@@ -14,7 +14,7 @@ from blockdraft.pipeline.prepare import chat_mode
 from blockdraft.progress import say
 from blockdraft.serving.support import served_by_engine
 from blockdraft.settings import TrainSettings, resolved
-from blockdraft.training.states import TrainingStates
+from blockdraft.training.hidden_states import TrainingStates
 from blockdraft.training.trainer import Trainer
 from blockdraft.verifiers.base import Verifier
 
