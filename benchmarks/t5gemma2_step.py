@@ -37,7 +37,7 @@ from blockdraft.models.block_draft import BlockDraft  # noqa: E402
 from blockdraft.ops.anchors import choose_anchors  # noqa: E402
 from blockdraft.presets import PRESETS  # noqa: E402
 from blockdraft.records import Document  # noqa: E402
-from blockdraft.training.states import InProcess  # noqa: E402
+from blockdraft.training.hidden_states import InProcess  # noqa: E402
 from blockdraft.training.step import row_loss  # noqa: E402
 from blockdraft.verifiers.encoder_decoder import EncoderDecoderVerifier  # noqa: E402
 

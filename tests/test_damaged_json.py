@@ -31,10 +31,10 @@ from blockdraft.pipeline.loading import chat_mode_of
 from blockdraft.pipeline.quickstart import earlier_result, planned_epochs
 from blockdraft.pipeline.train import trainer_of
 from blockdraft.settings import TrainSettings
+from blockdraft.training.hidden_state_files import RECORD as STATES_RECORD
+from blockdraft.training.hidden_state_files import HiddenStateFiles
+from blockdraft.training.hidden_states import InProcess
 from blockdraft.training.history import SUMMARY, read_summary
-from blockdraft.training.state_files import RECORD as STATES_RECORD
-from blockdraft.training.state_files import StateFiles
-from blockdraft.training.states import InProcess
 from blockdraft.training.trainer import RECORD as RUN_RECORD
 from blockdraft.training.trainer import Trainer
 from blockdraft.verifiers.causal import CausalVerifier
@@ -188,10 +188,10 @@ def run(root: Path, verifier: CausalVerifier) -> dict[str, Kind]:
 def hidden_states(root: Path, verifier: CausalVerifier) -> dict[str, Kind]:
     maker = InProcess(verifier, (1, 3))
     documents = [random_document(20, 5, 1)]
-    StateFiles(root / "states", InProcess(verifier, (1, 2, 3), with_final=True)).prepare(documents)
+    HiddenStateFiles(root / "states", InProcess(verifier, (1, 2, 3), with_final=True)).prepare(documents)
 
     def read() -> None:
-        StateFiles(root / "states", maker, "raise").get(documents)
+        HiddenStateFiles(root / "states", maker, "raise").get(documents)
 
     path = root / "states" / STATES_RECORD
     return {"hidden states": Kind(path, json.loads(path.read_text()), read)}

@@ -40,7 +40,7 @@ from blockdraft.ops.attention import plain_attention  # noqa: E402
 from blockdraft.presets import PRESETS  # noqa: E402
 from blockdraft.records import Document  # noqa: E402
 from blockdraft.training import step as step_module  # noqa: E402
-from blockdraft.training.states import DocumentStates  # noqa: E402
+from blockdraft.training.hidden_states import DocumentStates  # noqa: E402
 
 
 def draft_config(case: Case) -> DraftConfig:

@@ -16,7 +16,7 @@ from blockdraft.decoding.engine import DecodingEngine, Reply
 from blockdraft.decoding.one_pass import one_pass_acceptance
 from blockdraft.records import Document
 from blockdraft.settings import SamplingSettings, TrainSettings
-from blockdraft.training.states import TrainingStates
+from blockdraft.training.hidden_states import TrainingStates
 from blockdraft.training.trainer import Trainer
 from blockdraft.verifiers.causal import CausalVerifier
 from conftest import random_document

@@ -21,10 +21,10 @@ from blockdraft.data.packing import pack_row
 from blockdraft.errors import BlockdraftError, InputError
 from blockdraft.files import locked
 from blockdraft.settings import TrainSettings
+from blockdraft.training.hidden_state_files import HiddenStateFiles
+from blockdraft.training.hidden_states import InProcess
 from blockdraft.training.history import SUMMARY, Progress, Validation
-from blockdraft.training.state import State, StateFolder
-from blockdraft.training.state_files import StateFiles
-from blockdraft.training.states import InProcess
+from blockdraft.training.resume import ResumeState, ResumeStates
 from blockdraft.training.step import row_loss
 from blockdraft.training.trainer import BEST, LAST, RECORD, STATES, Trainer
 from blockdraft.verifiers.causal import CausalVerifier
@@ -55,9 +55,9 @@ def weights(folder: Path) -> bytes:
 # --- states -----------------------------------------------------------------------------------------------------
 
 
-def state_at(step: int) -> State:
+def state_at(step: int) -> ResumeState:
     progress = Progress(step, 1.5, 2.0, (Validation(step, 1.5, 2.0, 0.5),))
-    return State({"weight": torch.full((3,), float(step))}, [{"state": {0: {"moment": torch.ones(2)}}}], progress)
+    return ResumeState({"weight": torch.full((3,), float(step))}, [{"state": {0: {"moment": torch.ones(2)}}}], progress)
 
 
 def flipped(path: Path) -> None:
@@ -94,13 +94,13 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_state_is_passed_over_and_pushes_out_none(tmp_path: Path, kind: str, said: Callable[[], str]) -> None:
-    folder = StateFolder(tmp_path)
+    folder = ResumeStates(tmp_path)
     for step in (3, 6):
         folder.save(state_at(step))
     for step in (98, 99):  # whole states whose numbers are beyond those to come, and then are damaged
         shutil.copytree(tmp_path / "step-00000006", tmp_path / f"step-{step:08d}")
         DAMAGE[kind](tmp_path / f"step-{step:08d}" / "state.pt")
-    later = StateFolder(tmp_path)
+    later = ResumeStates(tmp_path)
     found = later.newest()
     assert found is not None and found.progress == state_at(6).progress
     assert torch.equal(found.draft["weight"], torch.full((3,), 6.0))
@@ -109,19 +109,19 @@ def test_a_damaged_state_is_passed_over_and_pushes_out_none(tmp_path: Path, kind
         later.save(state_at(step))
         assert (tmp_path / f"step-{step:08d}").is_dir()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000009", "step-00000012"]
-    assert StateFolder(tmp_path).newest() is not None
+    assert ResumeStates(tmp_path).newest() is not None
 
 
 def test_a_state_under_the_name_of_another_step_is_damaged(tmp_path: Path) -> None:
-    folder = StateFolder(tmp_path)
+    folder = ResumeStates(tmp_path)
     folder.save(state_at(3))
     (tmp_path / "step-00000003").rename(tmp_path / "step-00000007")
     with pytest.raises(InputError, match="all 1 training states in it are damaged; start again with --restart"):
-        StateFolder(tmp_path).newest()
+        ResumeStates(tmp_path).newest()
 
 
 def test_what_a_run_wrote_itself_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = StateFolder(tmp_path)
+    folder = ResumeStates(tmp_path)
     monkeypatch.setattr(torch, "load", None)
     for step in (1, 2, 3, 4):
         folder.save(state_at(step))
@@ -151,7 +151,7 @@ def test_a_state_of_another_draft_is_one_line(tiny_verifier: CausalVerifier, tmp
     trainer.progress.step = 1
     state = trainer.draft.state_dict()
     trainer._saved.save(
-        State({**state, "norm.weight": torch.ones(7)}, trainer.optimizers.state_dict(), trainer.progress)
+        ResumeState({**state, "norm.weight": torch.ones(7)}, trainer.optimizers.state_dict(), trainer.progress)
     )
     with pytest.raises(InputError, match=r"its training states do not fit the draft .* start again with --restart"):
         prepared(settings_of(tmp_path), tiny_verifier)
@@ -348,11 +348,11 @@ def test_a_second_process_on_a_folder_gets_one_line(
 
 def test_hidden_states_that_are_there_may_be_read_by_many(workshop: Path, tmp_path: Path) -> None:
     maker = InProcess(tiny_verifier_of("llama"), (1, 3))
-    StateFiles(tmp_path / "s", maker).prepare(DOCUMENTS)
+    HiddenStateFiles(tmp_path / "s", maker).prepare(DOCUMENTS)
     with locked(tmp_path / "s", "--hidden-states-path"):
-        StateFiles(tmp_path / "s", maker).prepare(DOCUMENTS)
+        HiddenStateFiles(tmp_path / "s", maker).prepare(DOCUMENTS)
         with pytest.raises(InputError, match="is in use by process"):
-            StateFiles(tmp_path / "s", maker).prepare([*DOCUMENTS, random_document(20, 4, 99)])
+            HiddenStateFiles(tmp_path / "s", maker).prepare([*DOCUMENTS, random_document(20, 4, 99)])
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -483,11 +483,11 @@ def test_kills_and_a_resume_give_the_same_bits(
 
 
 def test_errors_of_a_state_that_cannot_be_written_keep_the_one_before(tmp_path: Path) -> None:
-    folder = StateFolder(tmp_path)
+    folder = ResumeStates(tmp_path)
     folder.save(state_at(1))
     blocked = tmp_path / f".step-00000002.{os.getpid()}.tmp"
     blocked.write_text("a file where a folder should be")
     with pytest.raises(BlockdraftError, match="cannot be written"):
         folder.save(state_at(2))
-    found = StateFolder(tmp_path).newest()
+    found = ResumeStates(tmp_path).newest()
     assert found is not None and found.progress.step == 1

@@ -10,7 +10,7 @@ from blockdraft.losses.objective import Objective
 from blockdraft.losses.targets import Teacher
 from blockdraft.models.vocabulary import DraftVocabulary
 from blockdraft.ops.anchors import Blocks, choose_anchors
-from blockdraft.training.states import InProcess
+from blockdraft.training.hidden_states import InProcess
 from blockdraft.training.step import block_targets, positions_before, row_loss
 from blockdraft.verifiers.causal import CausalVerifier
 from conftest import FAMILIES, random_document, tiny_config, tiny_draft, tiny_verifier_of

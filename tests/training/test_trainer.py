@@ -22,9 +22,9 @@ from blockdraft.records import Document
 from blockdraft.settings import TrainSettings
 from blockdraft.training import trainer as module
 from blockdraft.training.creation import draft_config, resolve_mask_token, spread_taps
+from blockdraft.training.hidden_states import InProcess
 from blockdraft.training.schedules import learning_rate_factor
 from blockdraft.training.split import split_documents
-from blockdraft.training.states import InProcess
 from blockdraft.training.step import block_targets
 from blockdraft.training.trainer import BEST, LAST, STATES, Trainer
 from blockdraft.verifiers.causal import CausalVerifier

@@ -13,7 +13,7 @@ from blockdraft.pipeline.loading import verifier_of
 from blockdraft.pipeline.prepare import chat_mode
 from blockdraft.progress import say, warn
 from blockdraft.settings import TrainSettings, resolved
-from blockdraft.training.states import TrainingStates
+from blockdraft.training.hidden_states import TrainingStates
 from blockdraft.training.trainer import Trainer
 from blockdraft.verifiers.base import Verifier
 from blockdraft.vllm_plugin.support import served_by_engine

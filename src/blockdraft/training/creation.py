@@ -20,7 +20,7 @@ from blockdraft.progress import say
 from blockdraft.records import Document
 from blockdraft.runtime import dtype_name
 from blockdraft.settings import DEFAULT_NUM_TAPS, DraftSettings, ObjectiveSettings, TrainSettings
-from blockdraft.training.states import TrainingStates
+from blockdraft.training.hidden_states import TrainingStates
 from blockdraft.verifiers.base import Verifier
 
 CALIBRATION_DOCUMENTS = 32

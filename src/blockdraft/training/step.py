@@ -15,7 +15,7 @@ from blockdraft.losses.targets import SlotTargets, Teacher
 from blockdraft.models.block_draft import BlockDraft
 from blockdraft.models.vocabulary import DraftVocabulary
 from blockdraft.ops.anchors import Blocks
-from blockdraft.training.states import DocumentStates
+from blockdraft.training.hidden_states import DocumentStates
 
 
 def positions_before(blocks: Blocks, num_predicted: int) -> tuple[Tensor, Tensor]:

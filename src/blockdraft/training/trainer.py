@@ -43,15 +43,15 @@ from blockdraft.training.creation import (
     make_contract,
     make_objective,
 )
+from blockdraft.training.hidden_state_files import HiddenStateFiles
+from blockdraft.training.hidden_states import HiddenStateProvider, InProcess, TrainingStates
 from blockdraft.training.history import SUMMARY, Progress, Summary, Validation, read_summary, write_summary
 from blockdraft.training.loggers import log_folder, make_logger
 from blockdraft.training.optimizers import Optimizers
 from blockdraft.training.provenance import provenance
+from blockdraft.training.resume import ResumeState, ResumeStates
 from blockdraft.training.schedules import learning_rate_factor
 from blockdraft.training.split import joined, split_documents
-from blockdraft.training.state import State, StateFolder
-from blockdraft.training.state_files import StateFiles
-from blockdraft.training.states import InProcess, StateSource, TrainingStates
 from blockdraft.training.step import positions_before, row_loss
 from blockdraft.verifiers.base import Verifier
 
@@ -88,24 +88,24 @@ class Trainer:
         self._logs = log_folder(settings)
         self.objective = make_objective(settings, settings.speculator_type)
         self.config = draft_config(settings, verifier, documents)
-        source = states.source if states else self._source()
-        documents = source.available(documents)
+        provider = states.provider if states else self._provider()
+        documents = provider.available(documents)
         self.train, self.validation = split_documents(documents, settings.train_data_ratio or TRAIN_DATA_RATIO)
         self.vocabulary = draft_vocabulary(self.config, self.train)
         self.contract: Contract = make_contract(self.config, verifier, self.vocabulary)
         self.rows = self._planned_rows()
         self.total_steps = math.ceil(len(self.rows) / settings.grad_accum)
         self.progress = Progress()
-        self._saved = StateFolder(settings.save_path / STATES)
-        self.states = states or TrainingStates(source, self.documents, settings.states_memory_gib)
+        self._saved = ResumeStates(settings.save_path / STATES)
+        self.states = states or TrainingStates(provider, self.documents, settings.states_memory_gib)
 
-    def _source(self) -> StateSource:
+    def _provider(self) -> HiddenStateProvider:
         """Where hidden states come from."""
         settings = self.settings
         maker = InProcess(self.verifier, self.config.target_layer_ids, self.objective.needs_teacher)
         if settings.hidden_states_path is None:
             return maker
-        return StateFiles(settings.hidden_states_path, maker, settings.on_missing, settings.on_generate)
+        return HiddenStateFiles(settings.hidden_states_path, maker, settings.on_missing, settings.on_generate)
 
     @property
     def documents(self) -> Sequence[Document]:
@@ -193,7 +193,7 @@ class Trainer:
             with writing(self.settings.save_path / name):
                 (self.settings.save_path / name).unlink(missing_ok=True)
 
-    def _take_up(self, state: State) -> None:
+    def _take_up(self, state: ResumeState) -> None:
         try:
             self.draft.load_state_dict(state.draft)
             self.optimizers.load_state_dict(state.optimizers)
@@ -346,7 +346,7 @@ class Trainer:
         save_draft(self.settings.save_path / name, self.draft, self.contract, dtype, record)
 
     def _save_state(self) -> None:
-        self._saved.save(State(self.draft.state_dict(), self.optimizers.state_dict(), self.progress))
+        self._saved.save(ResumeState(self.draft.state_dict(), self.optimizers.state_dict(), self.progress))
 
     def _finish(self) -> dict[str, Any]:
         folder = self.settings.save_path

@@ -1,9 +1,9 @@
 """Hidden states for training: where they come from, and which of them stay in memory between epochs.
 
-A source gives the states of documents. The one here runs the verifier in this process; `state_files` has the one that
-keeps them on disk. Documents are run in fixed groups before training until the memory allowance is used up; what does
-not fit is asked for anew with each packed row. Either way a document's states do not depend on where training stands,
-so that a resumed run sees the same bits.
+A provider gives the states of documents. The one here runs the verifier in this process; `hidden_state_files` has the
+one that keeps them on disk. Documents are run in fixed groups before training until the memory allowance is used up;
+what does not fit is asked for anew with each packed row. Either way a document's states do not depend on where training
+stands, so that a resumed run sees the same bits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DocumentStates:
     final: Tensor | None = None
 
 
-class StateSource(Protocol):
+class HiddenStateProvider(Protocol):
     """Gives the states of documents."""
 
     bytes_per_token: int
@@ -60,7 +60,7 @@ class StateSource(Protocol):
 
 
 class InProcess:
-    """A source that runs the verifier in this process whenever it is asked.
+    """A provider that runs the verifier in this process whenever it is asked.
 
     Args:
         with_final: give the states after the final norm, too.
@@ -96,20 +96,20 @@ class InProcess:
 class TrainingStates:
     """States of a run's documents by index, as many of them in memory as the allowance permits."""
 
-    def __init__(self, source: StateSource, documents: Sequence[Document], memory_gib: float) -> None:
-        self.source = source
+    def __init__(self, provider: HiddenStateProvider, documents: Sequence[Document], memory_gib: float) -> None:
+        self.provider = provider
         self._documents = documents
         self._kept: dict[int, DocumentStates] = {}
         self._allowance = int(memory_gib * 2**30)
 
     def fill(self) -> None:
-        """Let the source prepare, then take documents, longest first, until the allowance is used up. Done once."""
+        """Let the provider prepare, then take documents, longest first, until the allowance is used up. Done once."""
         if self._kept:
             return
-        self.source.prepare(self._documents)
+        self.provider.prepare(self._documents)
         fitting = []
         for index in longest_first(self._documents):
-            size = len(self._documents[index].input_ids) * self.source.bytes_per_token
+            size = len(self._documents[index].input_ids) * self.provider.bytes_per_token
             if size > self._allowance:
                 break
             self._allowance -= size
@@ -140,7 +140,7 @@ class TrainingStates:
         return torch.cat([states.taps[SINK_POSITIONS:] for states in chosen])
 
     def _ask(self, indices: Sequence[int]) -> list[DocumentStates]:
-        return self.source.get([self._documents[index] for index in indices])
+        return self.provider.get([self._documents[index] for index in indices])
 
 
 def longest_first(documents: Sequence[Document]) -> list[int]:

@@ -16,9 +16,9 @@ import torch
 from blockdraft.errors import BlockdraftError, InputError
 from blockdraft.records import Document
 from blockdraft.settings import TrainSettings
-from blockdraft.training import state_files
-from blockdraft.training.state_files import StateFiles
-from blockdraft.training.states import InProcess
+from blockdraft.training import hidden_state_files
+from blockdraft.training.hidden_state_files import HiddenStateFiles
+from blockdraft.training.hidden_states import InProcess
 from blockdraft.training.trainer import LAST, Trainer
 from blockdraft.verifiers.base import Verifier
 from conftest import random_document, tiny_encoder_decoder, tiny_verifier_of
@@ -89,7 +89,7 @@ def _deaf(verifier: Verifier) -> Verifier:
 def test_a_folder_grows_and_goes_on(verifiers: dict[str, Verifier], tmp_path: Path) -> None:
     """A run that was killed left some files whole and one half written; the next makes what is missing, no more."""
     maker = InProcess(verifiers["causal"], (1, 3), with_final=True)
-    files = StateFiles(tmp_path / "s", maker)
+    files = HiddenStateFiles(tmp_path / "s", maker)
     files.prepare(DOCUMENTS[:7])
     kept = {path: path.read_bytes() for path in (tmp_path / "s").glob("*/*.safetensors")}
     assert len(kept) == 7
@@ -97,7 +97,7 @@ def test_a_folder_grows_and_goes_on(verifiers: dict[str, Verifier], tmp_path: Pa
     half, growing = (next(iter(kept)).with_name(f".half.safetensors.{process}.tmp") for process in (gone, os.getppid()))
     half.write_bytes(b"half")
     growing.write_bytes(b"half")  # of a process that is alive
-    again = StateFiles(tmp_path / "s", maker)
+    again = HiddenStateFiles(tmp_path / "s", maker)
     assert again.missing(DOCUMENTS) == list(range(7, 20))
     again.prepare(DOCUMENTS)
     assert again.missing(DOCUMENTS) == [] and not half.exists() and growing.exists()
@@ -110,12 +110,14 @@ def test_a_folder_grows_and_goes_on(verifiers: dict[str, Verifier], tmp_path: Pa
 
 def test_a_folder_with_more_serves_less(verifiers: dict[str, Verifier], tmp_path: Path) -> None:
     verifier = verifiers["causal"]
-    rich = StateFiles(tmp_path / "s", InProcess(verifier, (0, 1, 2, 3, 4), with_final=True))
+    rich = HiddenStateFiles(tmp_path / "s", InProcess(verifier, (0, 1, 2, 3, 4), with_final=True))
     rich.prepare(DOCUMENTS[:10])
-    poor = StateFiles(tmp_path / "s", InProcess(verifier, (3, 1)))
+    poor = HiddenStateFiles(tmp_path / "s", InProcess(verifier, (3, 1)))
     # What is missing is made as the folder has it, for whoever comes next.
     same(poor.get(DOCUMENTS[10:]), InProcess(verifier, (3, 1)).get(DOCUMENTS[10:]))
-    assert StateFiles(tmp_path / "s", InProcess(verifier, (0, 4), True), "raise").available(DOCUMENTS) is DOCUMENTS
+    assert (
+        HiddenStateFiles(tmp_path / "s", InProcess(verifier, (0, 4), True), "raise").available(DOCUMENTS) is DOCUMENTS
+    )
     whole = rich.get(DOCUMENTS[:10])
     for found, all_of_it in zip(poor.get(DOCUMENTS[:10]), whole, strict=True):
         assert torch.equal(found.taps, all_of_it.taps[:, [3, 1]]) and found.final is None
@@ -123,14 +125,14 @@ def test_a_folder_with_more_serves_less(verifiers: dict[str, Verifier], tmp_path
 
 def test_taps_come_in_the_order_in_which_they_are_asked_for(verifiers: dict[str, Verifier], tmp_path: Path) -> None:
     verifier = verifiers["causal"]
-    StateFiles(tmp_path / "s", InProcess(verifier, (1, 3))).prepare(DOCUMENTS[:5])
-    turned = StateFiles(tmp_path / "s", InProcess(verifier, (3, 1)), "raise").get(DOCUMENTS[:5])
+    HiddenStateFiles(tmp_path / "s", InProcess(verifier, (1, 3))).prepare(DOCUMENTS[:5])
+    turned = HiddenStateFiles(tmp_path / "s", InProcess(verifier, (3, 1)), "raise").get(DOCUMENTS[:5])
     for found, wanted in zip(turned, InProcess(verifier, (3, 1)).get(DOCUMENTS[:5]), strict=True):
         torch.testing.assert_close(found.taps, wanted.taps)
 
 
 def test_a_file_is_of_one_text_with_one_source(verifiers: dict[str, Verifier], tmp_path: Path) -> None:
-    files = StateFiles(tmp_path / "s", InProcess(verifiers["seq2seq"], (1,)))
+    files = HiddenStateFiles(tmp_path / "s", InProcess(verifiers["seq2seq"], (1,)))
     other = dataclasses.replace(PAIRS[0], source_ids=PAIRS[1].source_ids)
     assert files.path(PAIRS[0]) != files.path(other)
     assert files.path(PAIRS[0]) == files.path(dataclasses.replace(PAIRS[0], id="another name"))
@@ -138,7 +140,7 @@ def test_a_file_is_of_one_text_with_one_source(verifiers: dict[str, Verifier], t
 
 def test_states_of_something_else_are_refused(verifiers: dict[str, Verifier], tmp_path: Path) -> None:
     verifier = verifiers["causal"]
-    StateFiles(tmp_path / "s", InProcess(verifier, (1, 3))).prepare(DOCUMENTS[:2])
+    HiddenStateFiles(tmp_path / "s", InProcess(verifier, (1, 3))).prepare(DOCUMENTS[:2])
     rounded = tiny_verifier_of("llama", torch.bfloat16)
     for maker, says in (
         (InProcess(verifier, (1, 2)), r"was made with tap_ids \[1, 3\], now asked for \[1, 2\]"),
@@ -147,17 +149,17 @@ def test_states_of_something_else_are_refused(verifiers: dict[str, Verifier], tm
         (InProcess(tiny_verifier_of("qwen3"), (1, 3)), "was made with verifier"),
     ):
         with pytest.raises(InputError, match=says):
-            StateFiles(tmp_path / "s", maker)
+            HiddenStateFiles(tmp_path / "s", maker)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "letter.txt").write_text("dear")
     with pytest.raises(InputError, match="holds something else"):
-        StateFiles(tmp_path / "other", InProcess(verifier, (1, 3)))
+        HiddenStateFiles(tmp_path / "other", InProcess(verifier, (1, 3)))
 
 
 def test_documents_without_states(verifiers: dict[str, Verifier], tmp_path: Path, said: Callable[[], str]) -> None:
     verifier, folder = verifiers["causal"], tmp_path / "s"
     maker = InProcess(verifier, (0, 2, 4))
-    StateFiles(folder, maker).prepare([d for i, d in enumerate(DOCUMENTS) if i not in (3, 8)])
+    HiddenStateFiles(folder, maker).prepare([d for i, d in enumerate(DOCUMENTS) if i not in (3, 8)])
     asked = {"hidden_states_path": folder}
     with pytest.raises(InputError, match=r"lacks 2 of 20 documents .*the first: doc3.*blockdraft states"):
         Trainer(settings_of(tmp_path, "r", **asked, on_missing="raise"), verifier, DOCUMENTS)
@@ -167,8 +169,8 @@ def test_documents_without_states(verifiers: dict[str, Verifier], tmp_path: Path
         text = said()
         assert "2 of 20 documents have none and are left out" in text and ("doc8" in text) == named
     with pytest.raises(InputError, match="lacks 20 of 20"):
-        StateFiles(tmp_path / "empty", maker, "skip").available(DOCUMENTS)
-    deleted = StateFiles(folder, maker, on_generate="delete")
+        HiddenStateFiles(tmp_path / "empty", maker, "skip").available(DOCUMENTS)
+    deleted = HiddenStateFiles(folder, maker, on_generate="delete")
     deleted.prepare(DOCUMENTS)
     same(deleted.get([DOCUMENTS[3], DOCUMENTS[0]])[:1], maker.get([DOCUMENTS[3]]))
     assert deleted.missing(DOCUMENTS) == [3, 8]
@@ -176,25 +178,25 @@ def test_documents_without_states(verifiers: dict[str, Verifier], tmp_path: Path
 
 def test_damaged_files(verifiers: dict[str, Verifier], tmp_path: Path, said: Callable[[], str]) -> None:
     maker = InProcess(verifiers["causal"], (1, 3))
-    files = StateFiles(tmp_path / "s", maker)
+    files = HiddenStateFiles(tmp_path / "s", maker)
     files.prepare(DOCUMENTS[:3])
     files.path(DOCUMENTS[0]).write_bytes(files.path(DOCUMENTS[0]).read_bytes()[:300])
     shutil.copy(files.path(DOCUMENTS[2]), files.path(DOCUMENTS[1]))
     with pytest.raises(BlockdraftError, match="gone or damaged"):
-        StateFiles(tmp_path / "s", maker, "raise").get(DOCUMENTS[:1])
+        HiddenStateFiles(tmp_path / "s", maker, "raise").get(DOCUMENTS[:1])
     said()
     same(files.get(DOCUMENTS[:3])[:2], maker.get(DOCUMENTS[:2]))
     text = said()
     assert "is damaged" in text and "is not what its name says" in text
-    StateFiles(tmp_path / "s", maker, "raise").get(DOCUMENTS[:3])  # mended
+    HiddenStateFiles(tmp_path / "s", maker, "raise").get(DOCUMENTS[:3])  # mended
     assert not said()
 
 
 def test_a_full_disk_is_found_before_work_starts(
     verifiers: dict[str, Verifier], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_files.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**30 + 10_000))
-    files = StateFiles(tmp_path / "s", InProcess(verifiers["causal"], (1, 3)))
+    monkeypatch.setattr(hidden_state_files.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**30 + 10_000))
+    files = HiddenStateFiles(tmp_path / "s", InProcess(verifiers["causal"], (1, 3)))
     with pytest.raises(InputError, match=r"20 documents need .* GiB there and 0\.0 are free"):
         files.prepare(DOCUMENTS)
     assert not list((tmp_path / "s").rglob("*.safetensors"))

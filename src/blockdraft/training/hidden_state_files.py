@@ -1,7 +1,7 @@
 """Hidden states on disk: one safetensors file a document, under a name that is the hash of what the document says.
 
 `states.json` beside them says which verifier, taps and dtype they are of; a folder of others is refused. A file holds
-`taps` [T, L, E], `greedy` int64 [T] and, where they were asked for, `final` [T, E] (`training.states.DocumentStates`).
+`taps` [T, L, E], `greedy` int64 [T] and, where they were asked for, `final` [T, E] (`DocumentStates`).
 Since a name follows from the content, a folder serves any data that holds the same texts, and grows with them.
 """
 
@@ -22,15 +22,15 @@ from blockdraft.fingerprint import already_made
 from blockdraft.progress import progress, warn
 from blockdraft.records import Document, documents_digest
 from blockdraft.runtime import dtype_name
-from blockdraft.training.states import DocumentStates, InProcess, grouped, longest_first
+from blockdraft.training.hidden_states import DocumentStates, InProcess, grouped, longest_first
 from blockdraft.typed import checked
 
 RECORD, FIELD = "states.json", "--hidden-states-path"
 _SPARE = 2**30  # bytes that stay free on the disk
 
 
-class StateFiles:
-    """A source that reads what its folder holds and makes the rest with `maker`.
+class HiddenStateFiles:
+    """A provider that reads what its folder holds and makes the rest with `maker`.
 
     Args:
         folder: made if it is not there. It may hold more taps than `maker` gives, and final states that it does not ask

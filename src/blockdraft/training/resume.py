@@ -1,4 +1,4 @@
-"""The resumable states of a run: weights, optimizer moments, step and history.
+"""The resume states of a run: weights, optimizer moments, step and history.
 
 States are folders named by step. A state has a digest of its file beside it, and only one that fits its digest and
 has all its parts is ever resumed from. The two newest of those are kept: a damaged one is passed over with a warning
@@ -30,7 +30,7 @@ _KEPT = 2
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class ResumeState:
     """What a run is resumed from.
 
     Attributes:
@@ -42,14 +42,14 @@ class State:
     progress: Progress
 
 
-class StateFolder:
-    """The states of one run. It remembers which of them it has found whole, so that none is read again to prune."""
+class ResumeStates:
+    """The resume states of one run. It remembers which of them are whole, so that none is read again to prune."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._whole: set[Path] = set()
 
-    def save(self, state: State) -> None:
+    def save(self, state: ResumeState) -> None:
         """Write a state and drop all but the newest two that are whole, the damaged ones included.
 
         Tensors are written from the CPU, so that a run resumes on another device than the one it was stopped on.
@@ -70,7 +70,7 @@ class StateFolder:
         self._whole.add(path)
         self._prune()
 
-    def newest(self) -> State | None:
+    def newest(self) -> ResumeState | None:
         """The newest state that is whole; None where there are no states.
 
         Raises:
@@ -135,7 +135,7 @@ class _DamageError(Exception):
     """What is wrong with a state."""
 
 
-def _read(path: Path) -> State:
+def _read(path: Path) -> ResumeState:
     """A state that fits its digest and has all its parts."""
     try:
         wanted = (path / _DIGEST).read_text(encoding="ascii").strip()
@@ -153,7 +153,7 @@ def _read(path: Path) -> State:
         raise _DamageError(reason(error)) from None
     if progress.step != int(path.name.removeprefix("step-")):
         raise _DamageError(f"it is of step {progress.step}")
-    return State(draft, optimizers, progress)
+    return ResumeState(draft, optimizers, progress)
 
 
 def _remove(path: Path) -> None:
