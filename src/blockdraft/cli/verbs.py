@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from blockdraft import settings as s
+from blockdraft.extras import TRAIN, require
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,14 +19,18 @@ class Verb:
         function: "module:function" from settings to a JSON-ready result.
         show: "module:function" that prints a result for people.
         examples: shown under --help.
+        trains: whether it needs the packages of the extra `train` whatever it is asked for.
     """
 
     settings: type
     function: str
     show: str
     examples: tuple[str, ...]
+    trains: bool = False
 
     def run(self, settings: Any, as_json: bool) -> dict[str, Any]:
+        if self.trains:
+            require(*TRAIN)
         return (
             _load(self.function)(settings, as_json)
             if self.function.startswith(_CLI)
@@ -50,6 +55,7 @@ VERBS: dict[str, Verb] = {
             "blockdraft quickstart --method dflare --minutes 3",
             "blockdraft quickstart --workload chat",
         ),
+        trains=True,
     ),
     "convert": Verb(
         s.ConvertSettings,
@@ -66,6 +72,7 @@ VERBS: dict[str, Verb] = {
             "blockdraft prepare --source math=gsm8k.jsonl@500 --source chat=org/set:train@1500 --save-path runs/data",
             "blockdraft prepare --source chat=conversations.jsonl --preview 3",
         ),
+        trains=True,
     ),
     "regenerate": Verb(
         s.RegenerateSettings,
@@ -75,6 +82,7 @@ VERBS: dict[str, Verb] = {
             "blockdraft regenerate --data-path runs/prompts --save-path runs/data",
             "blockdraft regenerate --data-path runs/prompts --save-path runs/data --endpoint http://127.0.0.1:8000",
         ),
+        trains=True,
     ),
     "states": Verb(
         s.StatesSettings,
@@ -84,6 +92,7 @@ VERBS: dict[str, Verb] = {
             "blockdraft states --data-path runs/data --hidden-states-path runs/states",
             "blockdraft states --config recipe.yaml --hidden-states-path /disk/states",
         ),
+        trains=True,
     ),
     "train": Verb(
         s.TrainSettings,
@@ -93,6 +102,7 @@ VERBS: dict[str, Verb] = {
             "blockdraft train --data-path runs/data --save-path runs/draft --mask-token-id 4",
             "blockdraft train --config recipe.yaml --speculator-type dflare --epochs 3",
         ),
+        trains=True,
     ),
     "evaluate": Verb(
         s.EvaluateSettings,
