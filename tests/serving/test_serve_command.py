@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bare import run_bare
 from blockdraft.checkpoints.store import save_draft
 from blockdraft.errors import InputError
 from blockdraft.pipeline.serve import planned
@@ -62,6 +63,16 @@ def test_the_plan_says_what_is_served(workshop: Path, monkeypatch: pytest.Monkey
     )
     for word in (str(workshop / "verifier"), "dflare", "K=3", "context full", f"http://127.0.0.1:{port}"):
         assert word in plan.summary
+
+
+def test_serving_needs_nothing_that_only_training_needs(workshop: Path) -> None:
+    """Neither the command nor what the engine loads, its plugin and our model."""
+    ((status, out, said),) = run_bare(
+        ("serve", workshop / "dflare", "--dry-run", "--json", "--port", free_port()),
+        code="from blockdraft.serving import draft_model, plugin, proposer; plugin.register()",
+    )
+    assert status == 0, said
+    assert json.loads(out)["command"][1:3] == ["serve", str(workshop / "verifier")]
 
 
 def test_what_is_taken_of_a_repository_is_passed_on(workshop: Path) -> None:

@@ -24,6 +24,7 @@ from blockdraft.data.converters import shape_of
 from blockdraft.data.sources import BUILTIN, Source
 from blockdraft.data.workloads import workload_prompts
 from blockdraft.errors import InputError
+from blockdraft.extras import require
 from blockdraft.files import reading, reason
 from blockdraft.progress import LOGGER
 
@@ -189,6 +190,7 @@ def _cells(header: Any, cells: list[str]) -> Any:
 
 
 def _parquet(path: Path) -> Iterator[Numbered]:
+    require("pyarrow")
     import pyarrow.parquet as pq
     from pyarrow import ArrowException
 
@@ -200,6 +202,7 @@ def _parquet(path: Path) -> Iterator[Numbered]:
 
 
 def _dataset_rows(source: Source) -> Iterator[Numbered]:
+    require("datasets")
     import datasets
 
     datasets.disable_progress_bars()

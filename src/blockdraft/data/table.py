@@ -14,12 +14,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from blockdraft.data.record import RECORD as RECORD
+from blockdraft.data.record import REJECTS as REJECTS
+from blockdraft.data.record import TABLE as TABLE
 from blockdraft.errors import InputError
 from blockdraft.files import writing
 from blockdraft.progress import LOGGER
 from blockdraft.records import Document, Span
 
-TABLE, RECORD, REJECTS = "documents.parquet", "data_config.json", "rejects.jsonl"
 _IDS = pa.list_(pa.int32())
 SCHEMA = pa.schema(
     [

@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 
 from blockdraft.errors import InputError
+from blockdraft.extras import require
 from blockdraft.files import replacing
 from blockdraft.progress import LOGGER
 from blockdraft.runtime import resolve_device
@@ -150,6 +151,7 @@ def _embedded_file() -> Path:
 
 
 def _gguf_path(name_or_path: str) -> Path:
+    require("gguf", "accelerate")
     path = _embedded_file() if name_or_path == EMBEDDED else Path(name_or_path)
     if not path.is_file():
         raise InputError("--verifier-name-or-path", path, "no such GGUF file")
