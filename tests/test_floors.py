@@ -20,7 +20,9 @@ FLOORS = {
     "serving": 5,
     "training": 5,
     "pipeline": 6,
+    "api": 7,
     "cli": 7,
+    "__init__": 8,
 }
 
 
@@ -56,7 +58,7 @@ def test_every_import_goes_down() -> None:
 
 def test_every_folder_has_a_floor() -> None:
     folders = {path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert folders == set(FLOORS)
+    assert folders == set(FLOORS) - {"api", "__init__"}  # modules above the ground floor
 
 
 def test_no_cycle_between_modules_of_floor_zero() -> None:
