@@ -24,7 +24,9 @@ FLOORS = {
     "serving": 6,
     "responses": 7,
     "pipeline": 8,
+    "api": 9,
     "cli": 9,
+    "__init__": 10,
 }
 
 
@@ -60,7 +62,7 @@ def test_every_import_goes_down() -> None:
 
 def test_every_folder_has_a_floor() -> None:
     folders = {path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert folders == set(FLOORS)
+    assert folders == set(FLOORS) - {"api", "__init__"}  # modules above the ground floor
 
 
 def test_no_cycle_between_modules() -> None:

@@ -395,9 +395,8 @@ def test_a_disk_that_fills_up_is_one_line_and_leaves_nothing_half_written(
     arguments = command(workshop, verb, tmp_path / "out")
     with largest_file(1000):
         code, _, err = call(capsys, *arguments)
-    assert (
-        code == 1 and "Traceback" not in err and re.search("too large|cannot be written", err.splitlines()[-1], re.I)
-    ), err
+    line = err.splitlines()[-1]
+    assert code == 1 and "Traceback" not in err and re.search("too large|cannot be written", line, re.I), err
     assert not [path for path in tmp_path.rglob("*") if path.suffix in (".tmp", ".lock")]
     assert call(capsys, *arguments)[0] == 0
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import typer
 
-from blockdraft import __version__
 from blockdraft.cli.console import console
 from blockdraft.cli.flags import command, list_flags, present_names, spread_lists, takes_more
 from blockdraft.cli.verbs import VERBS, Verb
@@ -20,6 +19,7 @@ from blockdraft.files import reason
 from blockdraft.progress import LOGGER, warn
 from blockdraft.runtime import prepare_environment, resolve_device
 from blockdraft.settings import ComputeSettings, build, resolved
+from blockdraft.version import __version__
 
 INTERRUPTED = 130
 # typer brings its own copy of click and names only this subclass of the error that every wrong use raises.

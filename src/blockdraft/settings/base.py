@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import math
 import types
@@ -223,13 +224,16 @@ def _check_text(text: str, where: str) -> None:
 def build(cls: type[S], flags: Mapping[str, Any], recipe: Path | None = None) -> S:
     """Make settings from flags (None: not given) over a recipe file over defaults.
 
-    A flag's value may be the text that stood on the command line.
+    A flag's value may be the text that stood on the command line, and one value of a setting that takes several.
 
     Raises:
         InputError: an unknown key, a value of the wrong type, or a required setting that nobody gave.
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     hints = type_hints(cls)
+    for name in flags.keys() - fields.keys():
+        near = difflib.get_close_matches(name, fields, 1) or sorted(fields)
+        raise InputError(name, flags[name], f"unknown setting; did you mean {', '.join(near)}?")
     given = {
         name: _from_flag(value, hints[name], spelling(fields[name]))
         for name, value in flags.items()
@@ -245,7 +249,8 @@ def build(cls: type[S], flags: Mapping[str, Any], recipe: Path | None = None) ->
 def _from_flag(value: Any, hint: Any, where: str) -> Any:
     wanted, several = value_type(hint)
     if several:
-        return tuple(_parsed(item, wanted, where) for item in value)
+        items = value if isinstance(value, list | tuple) else (value,)
+        return tuple(_parsed(item, wanted, where) for item in items)
     return _parsed(value, wanted, where)
 
 

@@ -13,10 +13,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from blockdraft import __version__
 from blockdraft.checkpoints.speculators import CONTRACT_KEY, parse_config
 from blockdraft.errors import InputError
 from blockdraft.presets import CUSTOM, CUSTOM_ARCHITECTURE, PRESETS, vllm_method_of
+from blockdraft.version import __version__
 from blockdraft.vllm_plugin.facts import STATED, on_v1_runner
 from blockdraft.vllm_plugin.request_checks import patch_requests
 from blockdraft.vllm_plugin.sampling import patch_sampling
