@@ -65,7 +65,7 @@ def pinned(source: Source) -> Source:
     return dataclasses.replace(source, revision=commit)
 
 
-def file_digest(source: Source) -> str:
+def source_digest(source: Source) -> str:
     """What the source's content is known by: a hash of its files, or for hub ids and builtins of what they are."""
     path = Path(source.location)
     files = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
