@@ -138,8 +138,8 @@ def _states_on_disk(device: str, folder: Path) -> None:
     common = {"hidden_states_path": folder / "states", "loss_fn": "kl", "states_memory_gib": 0.0}
     trainer = trainer_of(verifier_on(device), folder / "a", **common)
     trainer.prepare()
-    made = trainer.states.provider._maker.get(trainer.documents)  # type: ignore[attr-defined]
-    read = trainer.states.get(range(len(trainer.documents)))
+    made = trainer.states.provider._maker.get(trainer.examples)  # type: ignore[attr-defined]
+    read = trainer.states.get(range(len(trainer.examples)))
     for ours, right in zip(read, made, strict=True):
         for name in ("taps", "greedy", "final"):
             assert getattr(ours, name).device == trainer.verifier.device

@@ -30,9 +30,9 @@ from blockdraft.training.step import row_loss
 from blockdraft.training.trainer import BEST, LAST, RECORD, STATES, Trainer
 from blockdraft.verifiers.causal import CausalVerifier
 from blockdraft.verifiers.loading import load_verifier, save_folder
-from conftest import call, own_replies, random_document, tiny_verifier_of
+from conftest import call, own_replies, random_example, tiny_verifier_of
 
-DOCUMENTS = [random_document(24 + i % 5, 6 + i % 3, i) for i in range(12)]
+EXAMPLES = [random_example(24 + i % 5, 6 + i % 3, i) for i in range(12)]
 
 
 def settings_of(folder: Path, **changes: object) -> TrainSettings:
@@ -44,7 +44,7 @@ def settings_of(folder: Path, **changes: object) -> TrainSettings:
 
 
 def prepared(settings: TrainSettings, verifier: CausalVerifier) -> Trainer:
-    trainer = Trainer(settings, verifier, DOCUMENTS)
+    trainer = Trainer(settings, verifier, EXAMPLES)
     trainer.prepare()
     return trainer
 
@@ -208,8 +208,8 @@ def test_a_folder_that_does_not_say_what_it_holds_is_rejected(
 @pytest.mark.parametrize("name", ["a/../../x", "..", "/tmp/x", "", "."])
 def test_a_run_name_stays_inside(tiny_verifier: CausalVerifier, tmp_path: Path, name: str) -> None:
     with pytest.raises(InputError, match="--run-name"):
-        Trainer(settings_of(tmp_path, run_name=name), tiny_verifier, DOCUMENTS)
-    Trainer(settings_of(tmp_path, run_name="group/first"), tiny_verifier, DOCUMENTS)
+        Trainer(settings_of(tmp_path, run_name=name), tiny_verifier, EXAMPLES)
+    Trainer(settings_of(tmp_path, run_name="group/first"), tiny_verifier, EXAMPLES)
     assert not list(tmp_path.iterdir())
 
 
@@ -237,9 +237,9 @@ def exact_verifier() -> CausalVerifier:
 def test_the_gradient_of_a_step_is_that_of_all_its_rows_at_once(
     exact_verifier: CausalVerifier, tmp_path: Path, kind: str, accum: int
 ) -> None:
-    """One row that holds the documents of all rows, with the same anchors."""
+    """One row that holds the examples of all rows, with the same anchors."""
     settings = settings_of(tmp_path, grad_accum=accum, epochs=1.0, total_seq_len=60, **OBJECTIVES[kind])
-    trainer = Trainer(settings, exact_verifier, DOCUMENTS)
+    trainer = Trainer(settings, exact_verifier, EXAMPLES)
     trainer.create()
     trainer.draft.double()
     rows = [trainer._row(index) for index in trainer._rows_of(0)]
@@ -275,9 +275,9 @@ def test_the_gradient_of_a_step_is_that_of_all_its_rows_at_once(
 def test_the_last_step_takes_the_rows_that_are_left(
     tiny_verifier: CausalVerifier, tmp_path: Path, accum: int, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    documents = [random_document(24, 6, i) for i in range(15)]
+    examples = [random_example(24, 6, i) for i in range(15)]
     settings = settings_of(tmp_path, grad_accum=accum, epochs=1.0, total_seq_len=24, train_data_ratio=0.85)
-    trainer = Trainer(settings, tiny_verifier, documents)
+    trainer = Trainer(settings, tiny_verifier, examples)
     trainer.rows = [[index % len(trainer.train)] for index in range(13)]
     trainer.total_steps = -(-13 // accum)
     seen: list[int] = []
@@ -287,7 +287,7 @@ def test_the_last_step_takes_the_rows_that_are_left(
     for step in range(trainer.total_steps):
         trainer._update(step, 1.0)
     assert trainer.total_steps == steps and seen == list(range(13))
-    plan = Trainer(settings, tiny_verifier, documents)
+    plan = Trainer(settings, tiny_verifier, examples)
     assert plan.total_steps == -(-len(plan.rows) // accum)
 
 
@@ -349,11 +349,11 @@ def test_a_second_process_on_a_folder_gets_one_line(
 
 def test_hidden_states_that_are_there_may_be_read_by_many(workshop: Path, tmp_path: Path) -> None:
     maker = InProcess(tiny_verifier_of("llama"), (1, 3))
-    HiddenStateFiles(tmp_path / "s", maker).prepare(DOCUMENTS)
+    HiddenStateFiles(tmp_path / "s", maker).prepare(EXAMPLES)
     with locked(tmp_path / "s", "--hidden-states-path"):
-        HiddenStateFiles(tmp_path / "s", maker).prepare(DOCUMENTS)
+        HiddenStateFiles(tmp_path / "s", maker).prepare(EXAMPLES)
         with pytest.raises(InputError, match="is in use by process"):
-            HiddenStateFiles(tmp_path / "s", maker).prepare([*DOCUMENTS, random_document(20, 4, 99)])
+            HiddenStateFiles(tmp_path / "s", maker).prepare([*EXAMPLES, random_example(20, 4, 99)])
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -451,7 +451,7 @@ def test_a_run_killed_before_its_summary_only_ends(workshop: Path, tmp_path: Pat
     wanted = prepared(settings, verifier).run()
     (tmp_path / "run" / SUMMARY).unlink()
     shutil.rmtree(tmp_path / "run" / LAST)
-    trainer = Trainer(settings, verifier, DOCUMENTS)
+    trainer = Trainer(settings, verifier, EXAMPLES)
     assert trainer.finished() is None
     trainer.prepare()
     assert trainer.run() == wanted and trainer.finished() == wanted

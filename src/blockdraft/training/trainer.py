@@ -1,8 +1,8 @@
 """The training loop.
 
-One row of packed documents is one forward pass; `grad_accum` rows are one update, whose loss is that of all its rows
+One row of packed examples is one forward pass; `grad_accum` rows are one update, whose loss is that of all its rows
 as one: the sum over their slots divided by the number of them. The last update takes the rows that are left. Which
-documents a row holds and which anchors are drawn follow from the seed and the step alone, so that a run that was killed
+examples a row holds and which anchors are drawn follow from the seed and the step alone, so that a run that was killed
 and resumed computes the same bits as one that was not.
 """
 
@@ -25,15 +25,15 @@ from blockdraft.checkpoints.store import save_draft
 from blockdraft.contract import Contract
 from blockdraft.data.packing import PackedRow, pack_row, packed_order
 from blockdraft.data.templates import ChatMode
-from blockdraft.decoding.one_pass import rounds_of_document
+from blockdraft.decoding.one_pass import rounds_of_example
+from blockdraft.digests import already_made
 from blockdraft.errors import BlockdraftError, InputError
 from blockdraft.files import reason, write_json, writing
-from blockdraft.fingerprint import already_made
 from blockdraft.losses.metrics import BlockMetrics
 from blockdraft.ops.acceptance import AcceptanceCounts
 from blockdraft.ops.anchors import Blocks, choose_anchors
 from blockdraft.progress import progress, say
-from blockdraft.records import Document, documents_digest
+from blockdraft.records import Example, examples_digest
 from blockdraft.runtime import resolve_dtype
 from blockdraft.settings import TRAIN_DATA_RATIO, TrainSettings, identity, resolved
 from blockdraft.training.creation import (
@@ -51,7 +51,7 @@ from blockdraft.training.optimizers import Optimizers
 from blockdraft.training.provenance import provenance
 from blockdraft.training.resume import ResumeState, ResumeStates
 from blockdraft.training.schedules import learning_rate_factor
-from blockdraft.training.split import joined, split_documents
+from blockdraft.training.split import joined, split_examples
 from blockdraft.training.step import positions_before, row_loss
 from blockdraft.verifiers.base import Verifier
 
@@ -80,24 +80,24 @@ class Trainer:
         self,
         settings: TrainSettings,
         verifier: Verifier,
-        documents: Sequence[Document],
+        examples: Sequence[Example],
         states: TrainingStates | None = None,
         mode: ChatMode | None = None,
     ) -> None:
         self.settings, self.verifier, self.mode = settings, verifier, mode or ChatMode()
         self._logs = log_folder(settings)
         self.objective = make_objective(settings, settings.speculator_type)
-        self.config = draft_config(settings, verifier, documents)
+        self.config = draft_config(settings, verifier, examples)
         provider = states.provider if states else self._provider()
-        documents = provider.available(documents)
-        self.train, self.validation = split_documents(documents, settings.train_data_ratio or TRAIN_DATA_RATIO)
+        examples = provider.available(examples)
+        self.train, self.validation = split_examples(examples, settings.train_data_ratio or TRAIN_DATA_RATIO)
         self.vocabulary = draft_vocabulary(self.config, self.train)
         self.contract: Contract = make_contract(self.config, verifier, self.vocabulary)
         self.rows = self._planned_rows()
         self.total_steps = math.ceil(len(self.rows) / settings.grad_accum)
         self.progress = Progress()
         self._saved = ResumeStates(settings.save_path / STATES)
-        self.states = states or TrainingStates(provider, self.documents, settings.states_memory_gib)
+        self.states = states or TrainingStates(provider, self.examples, settings.states_memory_gib)
 
     def _provider(self) -> HiddenStateProvider:
         """Where hidden states come from."""
@@ -108,14 +108,14 @@ class Trainer:
         return HiddenStateFiles(settings.hidden_states_path, maker, settings.on_missing, settings.on_generate)
 
     @property
-    def documents(self) -> Sequence[Document]:
+    def examples(self) -> Sequence[Example]:
         """Those that train, and behind them those that validate."""
         return joined(self.train, self.validation)
 
     def _planned_rows(self) -> list[list[int]]:
-        """Document indices of every row of the whole run, in order."""
+        """Example indices of every row of the whole run, in order."""
         settings = self.settings
-        lengths = [len(document.input_ids) for document in self.train]
+        lengths = [len(example.input_ids) for example in self.train]
         rows: list[list[int]] = []
         for epoch in range(math.ceil(settings.epochs)):
             epoch_rows = packed_order(lengths, settings.total_seq_len, settings.seed, epoch)
@@ -135,7 +135,7 @@ class Trainer:
         return {
             **identity(self.settings),
             "contract": contract,
-            "data": documents_digest(itertools.chain(self.train, self.validation)),
+            "data": examples_digest(itertools.chain(self.train, self.validation)),
         }
 
     def create(self) -> None:
@@ -179,11 +179,11 @@ class Trainer:
     def _continues(self) -> bool:
         """Whether the folder holds a run with these settings; False where it holds none."""
         folder = self.settings.save_path
-        remedy = "choose another folder, or start again in this one with --restart"
-        if already_made(folder / RECORD, _plain(self.facts()), "--save-path", remedy):
+        hint = "choose another folder, or start again in this one with --restart"
+        if already_made(folder / RECORD, _plain(self.facts()), "--save-path", hint):
             return True
         if self._saved:
-            raise InputError("--save-path", folder, f"holds training states, but no {RECORD} to say of what; {remedy}")
+            raise InputError("--save-path", folder, f"holds training states, but no {RECORD} to say of what; {hint}")
         return False
 
     def _forget_the_earlier_run(self) -> None:
@@ -224,7 +224,7 @@ class Trainer:
         window: BlockMetrics | None = None
         losses: list[float] = []
         with _stop_requested() as stop, progress("training", self.total_steps, self.progress.step) as advance:
-            texts = f"{len(self.train)} documents, {len(self.validation)} for validation"
+            texts = f"{len(self.train)} examples, {len(self.validation)} for validation"
             say(f"training: {self.total_steps} steps, {texts}")  # from here on, a signal stops after a step
             while self.progress.step < self.total_steps:
                 factor = self._factor(self.progress.step)
@@ -274,8 +274,8 @@ class Trainer:
         """Add up the gradients of a step's rows, as if they were one row; returns its loss and metrics."""
         # Anchors of all rows first: what the step is divided by is known before the first backward pass.
         rows = [self._row(index) for index in self._rows_of(step)]
-        num_proposed = self.config.num_speculative_tokens
-        supervised = sum(int(positions_before(row.blocks, num_proposed)[1].sum()) for row in rows)
+        k = self.config.num_speculative_tokens
+        supervised = sum(int(positions_before(row.blocks, k)[1].sum()) for row in rows)
         objective = self.objective.at(step / self.total_steps)
         total, metrics = 0.0, None
         for row in rows:
@@ -293,7 +293,7 @@ class Trainer:
 
     def _row(self, index: int) -> _Row:
         indices = self.rows[index]
-        row = pack_row([self.train[document] for document in indices])
+        row = pack_row([self.train[example] for example in indices])
         generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + index)
         blocks = choose_anchors(row.loss_mask, row.lengths, self.settings.max_anchors, generator)
         return _Row(indices, row, blocks, generator)
@@ -306,21 +306,21 @@ class Trainer:
         broken = [
             n for n, p in self.draft.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())
         ]
-        names = [self.train[document].id for index in self._rows_of(step) for document in self.rows[index]]
+        names = [self.train[example].id for index in self._rows_of(step) for example in self.rows[index]]
         raise BlockdraftError(
             f"step {step + 1}: the gradient of {', '.join(broken[:3]) or 'the loss'} is not finite; "
-            f"documents {names[:8]}; the state before it is kept: lower --lr or --muon-lr, or look at these documents"
+            f"examples {names[:8]}; the state before it is kept: lower --lr or --muon-lr, or look at these examples"
         )
 
     def _validate(self) -> dict[str, float]:
-        """Exact acceptance on the validation documents; the best so far becomes the best checkpoint."""
+        """Exact acceptance on the validation examples; the best so far becomes the best checkpoint."""
         k = self.contract.draft.num_speculative_tokens
         rounds = []
         first = len(self.train)
         with torch.inference_mode(), self._autocast():
-            for index, document in enumerate(self.validation, start=first):
+            for index, example in enumerate(self.validation, start=first):
                 (states,) = self.states.get([index])
-                rounds += rounds_of_document(self.draft, document, states.taps, [k])[k]
+                rounds += rounds_of_example(self.draft, example, states.taps, [k])[k]
         counts = AcceptanceCounts.of(rounds, k)
         figures = {"acceptance_length": counts.acceptance_length, "acceptance_rate": counts.acceptance_rate}
         self.progress.history += (Validation(self.progress.step, self.progress.seconds, **figures),)

@@ -1,6 +1,6 @@
 """What vLLM 0.32 answers with 500, or with a dead engine, and should with 400: patched in the server's process.
 
-Each is a fault of the engine's own. Tests in tests/serving/test_plugin.py fail when it has fixed them.
+Each is an error of the engine's own. Tests in tests/serving/test_plugin.py fail when it has fixed them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two faults of vLLM 0.32 in sampling with a draft, patched for every draft.
+"""Two errors of vLLM 0.32 in sampling with a draft, patched for every draft.
 
 Greedy decoding passes through neither. Tests in tests/serving/test_plugin.py fail when the engine has fixed them.
 """
