@@ -18,6 +18,7 @@ from blockdraft.ops.anchors import choose_anchors
 from blockdraft.ops.attention import plain_attention, training_attention
 from blockdraft.records import Document
 from blockdraft.settings import SamplingSettings, TrainSettings
+from blockdraft.training.plan import TrainingPlan
 from blockdraft.training.trainer import Trainer
 from blockdraft.verifiers.causal import CausalVerifier
 from conftest import random_document
@@ -53,8 +54,7 @@ def test_a_compiled_run_trains_and_its_draft_is_lossless(
         mask_token_id=100, block_size=4, compile="on",
     )  # fmt: skip
     documents = [random_document(24 + i % 5, 6 + i % 3, i) for i in range(12)]
-    trainer = Trainer(settings, verifier, documents)
-    trainer.prepare()
+    trainer = Trainer.prepare(TrainingPlan(settings, verifier, documents))
     trainer.run()
     prompts = [document.input_ids[:10] for document in documents[:4]]
     sampling = SamplingSettings(max_new_tokens=20, ignore_eos=True)

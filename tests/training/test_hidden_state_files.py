@@ -19,7 +19,9 @@ from blockdraft.settings import TrainSettings
 from blockdraft.training import hidden_state_files
 from blockdraft.training.hidden_state_files import HiddenStateFiles
 from blockdraft.training.hidden_states import InProcess
-from blockdraft.training.trainer import LAST, Trainer
+from blockdraft.training.plan import TrainingPlan
+from blockdraft.training.run_folder import LAST
+from blockdraft.training.trainer import Trainer
 from blockdraft.verifiers.base import Verifier
 from conftest import random_document, tiny_encoder_decoder, tiny_verifier_of
 
@@ -49,9 +51,7 @@ def settings_of(folder: Path, name: str, **changes: object) -> TrainSettings:
 
 
 def trained(settings: TrainSettings, verifier: Verifier, documents: Sequence[Document]) -> bytes:
-    trainer = Trainer(settings, verifier, documents)
-    trainer.prepare()
-    trainer.run()
+    Trainer.prepare(TrainingPlan(settings, verifier, documents)).run()
     return (settings.save_path / LAST / "model.safetensors").read_bytes()
 
 
@@ -164,10 +164,10 @@ def test_documents_without_states(
     HiddenStateFiles(folder, maker).prepare([d for i, d in enumerate(DOCUMENTS) if i not in (3, 8)])
     asked = {"hidden_states_path": folder}
     with pytest.raises(InputError, match=r"lacks 2 of 20 documents .*the first: doc3.*blockdraft states"):
-        Trainer(settings_of(tmp_path, "r", **asked, on_missing="raise"), verifier, DOCUMENTS)
+        TrainingPlan(settings_of(tmp_path, "r", **asked, on_missing="raise"), verifier, DOCUMENTS)
     for choice, named in (("skip", False), ("warn", True)):
-        trainer = Trainer(settings_of(tmp_path, "r", **asked, on_missing=choice), verifier, DOCUMENTS)
-        assert {d.id for d in trainer.documents} == {d.id for d in DOCUMENTS} - {"doc3", "doc8"}
+        plan = TrainingPlan(settings_of(tmp_path, "r", **asked, on_missing=choice), verifier, DOCUMENTS)
+        assert {d.id for d in plan.documents} == {d.id for d in DOCUMENTS} - {"doc3", "doc8"}
         said = capsys.readouterr().err
         assert "2 of 20 documents have none and are left out" in said and ("doc8" in said) == named
     with pytest.raises(InputError, match="lacks 20 of 20"):
