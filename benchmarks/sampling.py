@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     arguments = parser.parse_args()
     pair = load_pair(CheckpointSettings(checkpoint=arguments.draft))
-    k = pair.draft.config.num_proposed
+    k = pair.draft.config.num_speculative_tokens
     prompts = encode_all(pair.verifier, workload_prompts("records")[1][: arguments.max_prompts], pair.mode)
     for temperature in (0.5, 0.7, 1.0):
         sampling = SamplingSettings(max_new_tokens=arguments.max_new_tokens, temperature=temperature)

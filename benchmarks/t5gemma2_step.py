@@ -11,6 +11,7 @@ and moments are counted exactly, what is above them is measured here and halved 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 import time
 from pathlib import Path
@@ -30,10 +31,11 @@ import torch  # noqa: E402
 from transformers import T5Gemma2Config, T5Gemma2ForConditionalGeneration  # noqa: E402
 
 from blockdraft.data.packing import pack_row  # noqa: E402
+from blockdraft.draft_config import DraftConfig  # noqa: E402
 from blockdraft.losses.objective import Objective  # noqa: E402
 from blockdraft.models.block_draft import BlockDraft  # noqa: E402
-from blockdraft.models.config import METHODS, DraftConfig  # noqa: E402
 from blockdraft.ops.anchors import choose_anchors  # noqa: E402
+from blockdraft.presets import PRESETS  # noqa: E402
 from blockdraft.records import Document  # noqa: E402
 from blockdraft.training.hidden_states import InProcess  # noqa: E402
 from blockdraft.training.step import row_loss  # noqa: E402
@@ -73,17 +75,17 @@ def make_draft(verifier: EncoderDecoderVerifier) -> BlockDraft:
         DraftConfig(
             hidden_size=WIDTH,
             num_layers=DRAFT_LAYERS,
-            num_heads=HEADS,
-            num_kv_heads=KV_HEADS,
+            num_attention_heads=HEADS,
+            num_key_value_heads=KV_HEADS,
             head_dim=HEAD_DIM,
             intermediate_size=INTERMEDIATE,
             rms_norm_eps=1e-6,
             vocab_size=VOCABULARY,
             draft_vocab_size=DRAFT_VOCABULARY,
-            tap_ids=TAPS,
-            **METHODS["dflare"],
+            target_layer_ids=TAPS,
+            **dataclasses.asdict(PRESETS["dflare"].components),
             markov_rank=0,
-            standardise_taps=False,
+            standardize_taps=False,
             block_size=BLOCK,
             mask_token_id=MASK,
             rope_parameters=verifier.rope_parameters(),

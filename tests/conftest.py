@@ -14,7 +14,9 @@ if IS_ONE_OF_SEVERAL:
 
 import dataclasses  # noqa: E402
 import json  # noqa: E402
+import logging  # noqa: E402
 import socket  # noqa: E402
+from collections.abc import Callable  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import hypothesis  # noqa: E402
@@ -42,10 +44,11 @@ from blockdraft.checkpoints.speculators import DIGEST  # noqa: E402
 from blockdraft.checkpoints.store import CONFIG, WEIGHTS, digest  # noqa: E402
 from blockdraft.cli.main import run  # noqa: E402
 from blockdraft.contract import Contract  # noqa: E402
+from blockdraft.draft_config import DraftConfig  # noqa: E402
 from blockdraft.models.block_draft import BlockDraft  # noqa: E402
-from blockdraft.models.config import METHODS, DraftConfig  # noqa: E402
 from blockdraft.pipeline.prepare import prepare  # noqa: E402
 from blockdraft.pipeline.regenerate import regenerate  # noqa: E402
+from blockdraft.presets import PRESETS  # noqa: E402
 from blockdraft.records import Document  # noqa: E402
 from blockdraft.settings import PrepareSettings, RegenerateSettings  # noqa: E402
 from blockdraft.training.creation import make_contract  # noqa: E402
@@ -182,17 +185,17 @@ def tiny_config(method: str = "dflash", **changes: object) -> DraftConfig:
     base = DraftConfig(
         hidden_size=HIDDEN,
         num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         head_dim=16,
         intermediate_size=64,
         rms_norm_eps=1e-6,
         vocab_size=VOCAB,
         draft_vocab_size=VOCAB,
-        tap_ids=(0, 2, 4),
-        **METHODS[method],
-        markov_rank=12 if METHODS[method]["sequential_head"] != "none" else 0,
-        standardise_taps=True,
+        target_layer_ids=(0, 2, 4),
+        **dataclasses.asdict(PRESETS[method].components),
+        markov_rank=12 if PRESETS[method].components.sequential_head != "none" else 0,
+        standardize_taps=True,
         block_size=8,
         mask_token_id=MASK,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
@@ -221,7 +224,7 @@ def tiny_draft(verifier: Verifier, config: DraftConfig, seed: int = 0) -> BlockD
         if draft.fusion.statistics is not None:
             sides = verifier.sides(list(range(8, 60)), "prompt")
             source = [] if sides.encoder is None else [sides.encoder]
-            taps = verifier.states([torch.arange(3, 60)], config.tap_ids, source)[0].taps
+            taps = verifier.states([torch.arange(3, 60)], config.target_layer_ids, source)[0].taps
             draft.fusion.statistics.calibrate(taps)
     return draft.eval()
 
@@ -257,6 +260,19 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, s
     code = run([str(argument) for argument in arguments])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
+    """The lines that the package has logged since the last call."""
+    caplog.set_level(logging.INFO, "blockdraft")
+
+    def lines() -> str:
+        text = "".join(f"{record.getMessage()}\n" for record in caplog.records if record.name == "blockdraft")
+        caplog.clear()
+        return text
+
+    return lines
 
 
 def free_port() -> int:

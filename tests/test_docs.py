@@ -28,7 +28,7 @@ def test_a_page_lists_the_flags_of_help(name: str) -> None:
     command: Any = typer.main.get_command(make_app()).commands[name]  # type: ignore[attr-defined]
     flags = {flag for option in command.params for flag in option.opts if flag.startswith("--")}
     listed = re.findall(r"^`(--[a-z0-9-]+)`", reference.pages()[f"{name}.md"], flags=re.MULTILINE)
-    assert sorted(listed) == sorted(flags - {"--config", "--json", "--help"})
+    assert sorted(listed) == sorted(flags - {"--config", "--json", "--verbose", "--quiet", "--help"})
 
 
 def test_a_page_says_what_a_setting_takes() -> None:

@@ -29,6 +29,9 @@ same settings.
   repeated (`--source a=x.jsonl --source b=y.jsonl`). In a recipe both are lists.
 - **Switches.** `--decode` turns a switch on, `--no-decode` turns it off.
 - **JSON.** `--json` prints the result as one JSON object on stdout. Progress and warnings go to stderr.
+- **More and less.** `--verbose` (`-v`) adds details to stderr: settings, device, dtype, files that are read and
+  written, times, and where in the code an error was found. `--quiet` (`-q`) leaves only warnings and errors there. Both
+  are about what blockdraft says; `VLLM_LOGGING_LEVEL` sets what vLLM logs.
 - **Errors.** A mistake is one line that names the setting, its value and what to do.
 
 | exit code | meaning |

@@ -6,6 +6,7 @@ alone on given hidden states.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 from protocol import (
@@ -30,33 +31,34 @@ prepare_environment()
 import torch  # noqa: E402
 
 from blockdraft.data.packing import pack_row  # noqa: E402
+from blockdraft.draft_config import DraftConfig  # noqa: E402
 from blockdraft.losses.objective import Objective  # noqa: E402
 from blockdraft.losses.plain import plain_head_loss  # noqa: E402
 from blockdraft.models import block_draft  # noqa: E402
-from blockdraft.models.config import METHODS, DraftConfig  # noqa: E402
 from blockdraft.ops.anchors import choose_anchors  # noqa: E402
 from blockdraft.ops.attention import plain_attention  # noqa: E402
+from blockdraft.presets import PRESETS  # noqa: E402
 from blockdraft.records import Document  # noqa: E402
 from blockdraft.training import step as step_module  # noqa: E402
 from blockdraft.training.hidden_states import DocumentStates  # noqa: E402
 
 
 def draft_config(case: Case) -> DraftConfig:
-    sockets = METHODS[case.method]
+    components = dataclasses.asdict(PRESETS[case.method].components)
     return DraftConfig(
         hidden_size=HIDDEN,
         num_layers=LAYERS,
-        num_heads=HEADS,
-        num_kv_heads=KV_HEADS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
         head_dim=HEAD_DIM,
         intermediate_size=INTERMEDIATE,
         rms_norm_eps=1e-5,
         vocab_size=case.vocab,
         draft_vocab_size=case.vocab,
-        tap_ids=TAPS,
-        **sockets,
-        markov_rank=0 if sockets["sequential_head"] == "none" else 256,
-        standardise_taps=False,
+        target_layer_ids=TAPS,
+        **components,
+        markov_rank=0 if components["sequential_head"] == "none" else 256,
+        standardize_taps=False,
         block_size=BLOCK,
         mask_token_id=MASK,
         rope_parameters={"rope_type": "default", "rope_theta": 1e5},

@@ -20,14 +20,14 @@ from blockdraft.checkpoints.store import read_contract
 from blockdraft.pipeline.loading import trained_dtype
 from blockdraft.pipeline.serve import servable_verifier
 from blockdraft.runtime import dtype_name
-from blockdraft.serving.launcher import engine_environment, on_processors
+from blockdraft.serving.launcher import engine_environment, on_cpu
 
 PROMPT, REPLY, LEFT_OUT = 48, 160, 8
 
 
 def main() -> None:
     checkpoint, dtype = Path(sys.argv[1]).resolve(), sys.argv[2]
-    cpu = on_processors()
+    cpu = on_cpu()
     os.environ.update(engine_environment(0, cpu, v1_runner=True))
     from vllm import LLM, SamplingParams, TokensPrompt
     from vllm.plugins import load_general_plugins
@@ -45,7 +45,11 @@ def main() -> None:
 
     DFlashProposer.propose = timed
     contract = read_contract(checkpoint)
-    speculative = {"model": str(checkpoint), "method": "dflash", "num_speculative_tokens": contract.default_k}
+    speculative = {
+        "model": str(checkpoint),
+        "method": "dflash",
+        "num_speculative_tokens": contract.draft.num_speculative_tokens,
+    }
     engine = LLM(
         model=servable_verifier(contract, None),
         dtype=dtype_name(trained_dtype(dtype, contract)),

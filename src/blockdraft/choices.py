@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Literal, get_args
 
 Dtype = Literal["auto", "float32", "bfloat16"]
-SpeculatorType = Literal["dflash", "dflare", "dspark"]
 ContextFusion = Literal["projected", "layerwise"]
 ContextKV = Literal["shared", "separate"]
 SequentialHead = Literal["none", "markov", "gated", "rnn"]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from blockdraft.errors import BlockdraftError, InputError
+from blockdraft.progress import LOGGER
 
 LOCK = ".lock"
 
@@ -72,7 +73,9 @@ def read_text(path: Path, field: str) -> str:
         InputError: under the name `field`, when it is missing, a folder, not readable or not UTF-8.
     """
     with reading(path, field):
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
+    LOGGER.debug("read %s", path)
+    return text
 
 
 def read_json(path: Path, field: str) -> Any:
@@ -114,6 +117,7 @@ def write_bytes(path: Path, content: bytes) -> None:
                 handle.flush()
                 os.fsync(handle.fileno())
             temporary.replace(path)
+            LOGGER.debug("wrote %s", path)
         except BaseException:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
@@ -219,6 +223,7 @@ def replacing(folder: Path) -> Iterator[Path]:
         yield temporary
         with writing(folder):
             _take_its_place(temporary, folder)
+        LOGGER.debug("wrote %s", folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

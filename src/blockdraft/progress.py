@@ -1,12 +1,19 @@
-"""Progress on stderr: a bar with rate and time left on a terminal, plain lines elsewhere."""
+"""What is said while work goes on: lines of the logger `blockdraft`, and progress bars on a terminal.
+
+The command line shows these lines on stderr (`cli/console.py`). In a library they go where its user sends them, and
+nowhere by default. Levels: DEBUG for details, INFO for running commentary, WARNING for what may spoil a result.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import time
 from collections.abc import Iterator
 from typing import Protocol
+
+LOGGER = logging.getLogger("blockdraft")
 
 
 class Advance(Protocol):
@@ -16,14 +23,23 @@ class Advance(Protocol):
 
 
 def say(message: str) -> None:
-    """Print one line of running commentary to stderr; stdout stays for results."""
-    print(message, file=sys.stderr, flush=True)
+    """Log one line of running commentary."""
+    LOGGER.info("%s", message, stacklevel=2)
+
+
+def warn(message: str) -> None:
+    """Log one line that matters for the result, also to who wants no commentary."""
+    LOGGER.warning("%s", message, stacklevel=2)
 
 
 @contextlib.contextmanager
 def progress(label: str, total: int, done: int = 0) -> Iterator[Advance]:
-    """Show progress over `total` steps (0: not known) of which `done` were finished by an earlier run."""
-    shown = _bar(label, total, done) if sys.stderr.isatty() else _lines(label, total, done)
+    """Show progress over `total` steps (0: not known) of which `done` were finished by an earlier run.
+
+    On a terminal it is a bar, unless the logger's own level leaves commentary out; elsewhere it is lines of the log.
+    """
+    wants_bar = sys.stderr.isatty() and LOGGER.level <= logging.INFO
+    shown = _bar(label, total, done) if wants_bar else _lines(label, total, done)
     with shown as advance:
         yield advance
 

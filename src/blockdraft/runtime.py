@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from typing import TYPE_CHECKING
 
@@ -78,10 +77,8 @@ def has_fast_bfloat16(device: str | torch.device) -> bool:
             return torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type != "cpu":
         return False
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as cpuinfo:  # noqa: PTH123 - a device, not a file
-        flags = next((line for line in cpuinfo if line.startswith(("flags", "Features"))), "")
-        return any(flag in flags.split() for flag in ("avx512_bf16", "amx_bf16", "bf16"))
-    return False
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def resolve_dtype(name: str, device: str | torch.device, field: str = "--dtype") -> torch.dtype:
@@ -107,9 +104,7 @@ def machine_description(device: str | torch.device = "cpu") -> str:
     import torch
 
     device = torch.device(device)
-    model = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as cpuinfo:  # noqa: PTH123 - a device, not a file
-        model = next((line.split(":", 1)[1].strip() for line in cpuinfo if line.startswith("model name")), model)
+    model = torch.cpu.get_capabilities().get("cpu_name") or platform.processor() or platform.machine()
     if device.type != "cpu":
         model = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} beside {model}"
     bfloat16 = "native bfloat16" if has_fast_bfloat16(device) else "no native bfloat16"

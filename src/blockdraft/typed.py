@@ -24,8 +24,8 @@ def checked(hint: Any, value: Any, where: str) -> Any:
 
     Args:
         hint: str, int, float, bool, None, Any, a union with None, tuple[x, ...], list[x], dict[str, x]; a dataclass,
-            whose fields must all be there, and no others; or a mapping of fields to hints, of which those must be there
-            that may not be None, and others may be.
+            whose fields without a default must be there, and no others than its fields; or a mapping of fields to
+            hints, of which those must be there that may not be None, and others may be.
         where: name of the value in errors.
 
     Raises:
@@ -53,12 +53,14 @@ def checked(hint: Any, value: Any, where: str) -> Any:
 def _checked_dataclass(cls: Any, raw: Any, where: str) -> Any:
     raw = checked(dict[str, Any], raw, where)
     hints = typing.get_type_hints(cls)
-    names = {field.name for field in dataclasses.fields(cls)}
-    for name in sorted(names - raw.keys()):
+    fields = dataclasses.fields(cls)
+    names = {field.name for field in fields}
+    needed = {field.name for field in fields if field.default is dataclasses.MISSING}
+    for name in sorted(needed - raw.keys()):
         raise InputError(f"{where} {name}", "missing", _REMEDY)
     for name in sorted(raw.keys() - names):
         raise InputError(f"{where} {name}", _shown(raw[name]), f"unknown field; {_REMEDY}")
-    return cls(**{name: checked(hints[name], raw[name], f"{where} {name}") for name in sorted(names)})
+    return cls(**{name: checked(hints[name], raw[name], f"{where} {name}") for name in sorted(names & raw.keys())})
 
 
 def _option(hint: Any, value: Any) -> Any:

@@ -17,8 +17,8 @@ from assets.t5gemma2 import PAIRS, Asset, small_t5gemma2
 from blockdraft.checkpoints.store import load_draft, save_draft
 from blockdraft.contract import Contract
 from blockdraft.decoding.engine import DecodingEngine, Reply
+from blockdraft.draft_config import DraftConfig
 from blockdraft.models.block_draft import BlockDraft
-from blockdraft.models.config import DraftConfig
 from blockdraft.pipeline.train import train
 from blockdraft.settings import SamplingSettings, TrainSettings
 from blockdraft.training.run_folder import BEST
@@ -66,8 +66,9 @@ def small_replies(small_verifier: EncoderDecoderVerifier, heldout_sources: list[
 def small_config(method: str, **changes: object) -> DraftConfig:
     """A draft of random weights for the small T5Gemma 2."""
     widths: dict[str, object] = {
-        "hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "intermediate_size": 256,
-        "vocab_size": 1500, "draft_vocab_size": 1500, "tap_ids": (1, 3, 6), "mask_token_id": 4,
+        "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 32, "intermediate_size": 256,
+        "vocab_size": 1500, "draft_vocab_size": 1500, "target_layer_ids": (1, 3, 6), "mask_token_id": 4,
         "max_position_embeddings": 512,
     }  # fmt: skip
     return dataclasses.replace(tiny_config(method), **{**widths, **changes})

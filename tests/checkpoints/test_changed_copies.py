@@ -30,36 +30,36 @@ Config = dict[str, Any]
 def both(top: str, inner: str, value: Any) -> Callable[[Config], None]:
     def change(config: Config) -> None:
         config[top] = list(value) if isinstance(value, (list, tuple)) else value
-        config["blockdraft"][inner] = value
+        config["blockdraft"]["draft"][inner] = value
 
     return change
 
 
 def rotary(config: Config) -> None:
-    for place in (config["blockdraft"], config["transformer_layer_config"]):
+    for place in (config["blockdraft"]["draft"], config["transformer_layer_config"]):
         place["rope_parameters"]["rope_theta"] = 7777.0
     config["transformer_layer_config"]["rope_theta"] = 7777.0
 
 
 def causality(config: Config) -> None:
     config["sliding_window_non_causal"] = False
-    config["blockdraft"]["causal"] = [True, True]
+    config["blockdraft"]["draft"]["causal"] = [True, True]
 
 
 def window(config: Config) -> None:
     config["transformer_layer_config"]["layer_types"] = ["sliding_attention"] * 2
     config["transformer_layer_config"]["sliding_window"] = 20
     config["transformer_layer_config"]["use_sliding_window"] = True
-    config["blockdraft"]["windows"] = [20, 20]
+    config["blockdraft"]["draft"]["windows"] = [20, 20]
 
 
 def longest(config: Config) -> None:
-    for place in (config["blockdraft"], config["transformer_layer_config"]):
+    for place in (config["blockdraft"]["draft"], config["transformer_layer_config"]):
         place["max_position_embeddings"] = 512
 
 
 def block(config: Config) -> None:
-    config["block_size"] = config["blockdraft"]["block_size"] = 9
+    config["block_size"] = config["blockdraft"]["draft"]["block_size"] = 9
 
 
 def contract(field: str, value: Any) -> Callable[[Config], None]:
@@ -67,11 +67,12 @@ def contract(field: str, value: Any) -> Callable[[Config], None]:
 
 
 def norm_epsilon(config: Config) -> None:
-    config["transformer_layer_config"]["rms_norm_eps"] = 1e-3
+    for place in (config["blockdraft"]["draft"], config["transformer_layer_config"]):
+        place["rms_norm_eps"] = 1e-3
 
 
 STATEMENTS: dict[str, Callable[[Config], None]] = {
-    "tap id": both("aux_hidden_state_layer_ids", "tap_ids", [0, 1, 4]),
+    "tap id": both("aux_hidden_state_layer_ids", "target_layer_ids", [0, 1, 4]),
     "mask id": both("mask_token_id", "mask_token_id", 99),
     "causality": causality,
     "rotary base": rotary,

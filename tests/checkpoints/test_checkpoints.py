@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from conftest import contract_of, random_document, rewrite, tiny_config, tiny_dr
 def hidden_of(draft: BlockDraft, verifier: CausalVerifier) -> torch.Tensor:
     """Everything a draft says: hidden states, corrected logits of each slot, confidences and the map of its ids."""
     row = pack_row([random_document(30, 5, 3)])
-    taps = verifier.states([row.tokens], draft.config.tap_ids)[0].taps
+    taps = verifier.states([row.tokens], draft.config.target_layer_ids)[0].taps
     blocks = choose_anchors(row.loss_mask, row.lengths, 0)
     hidden = draft(taps, row.tokens, row.positions, blocks).detach()
     predicted = draft.predicted(hidden)
@@ -57,7 +57,7 @@ CONFIGS = {
     "dflash": tiny_config("dflash"),
     "dflare": tiny_config("dflare"),
     "mixture": tiny_config("dflash", context_kv="separate"),
-    "raw taps": tiny_config("dflare", standardise_taps=False),
+    "raw taps": tiny_config("dflare", standardize_taps=False),
     "window": tiny_config("dflash", windows=(9, 9)),
     "causal": tiny_config("dflash", causal=(True, True)),
     "layers that differ": tiny_config("dflash", windows=(9, None), causal=(True, False)),
@@ -118,6 +118,12 @@ def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
         yield path
 
 
+def leaf(value: Any, path: tuple[str, ...]) -> Any:
+    for key in path:
+        value = value[key]
+    return value
+
+
 def other(value: Any) -> Any:
     """A value of the same type that says something else."""
     if isinstance(value, bool):
@@ -154,10 +160,7 @@ def test_no_config_or_contract_field_is_ignored(saved: tuple[BlockDraft, Path], 
     for path in leaves(original):
         if path in INFORMATIVE | FOLLOWED or path == (DIGEST,):  # the signature is made anew here
             continue
-        value = original
-        for key in path:
-            value = value[key]
-        config = changed(original, path, other(value))
+        config = changed(original, path, other(leaf(original, path)))
         rewrite(folder, config=config)
         try:
             draft, _ = load_draft(folder, tiny_verifier, torch.float32)
@@ -171,7 +174,7 @@ def test_no_config_or_contract_field_is_ignored(saved: tuple[BlockDraft, Path], 
 # Facts of a draft that decide what it computes. Each is changed in every place that states it, as an exporter of
 # another draft would write it, so that nothing contradicts anything: what is left is its effect.
 FACTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "taps": ("dflash", {"tap_ids": (1, 2, 4)}),
+    "taps": ("dflash", {"target_layer_ids": (1, 2, 4)}),
     "mask token": ("dflash", {"mask_token_id": 77}),
     "rotary base": ("dflash", {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}),
     "window": ("dflash", {"windows": (9, 9)}),
@@ -181,8 +184,8 @@ FACTS: dict[str, tuple[str, dict[str, Any]]] = {
     "block size": ("dflash", {"block_size": 5}),
     "layout": ("dflash", {"sample_from_anchor": True}),
     "epsilon of norms": ("dflash", {"rms_norm_eps": 1e-2}),
-    "query heads": ("dflash", {"num_heads": 8, "num_kv_heads": 4, "head_dim": 8}),
-    "standardized taps": ("dflare", {"standardise_taps": False}),
+    "query heads": ("dflash", {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}),
+    "standardized taps": ("dflare", {"standardize_taps": False}),
     "confidence from hidden states": ("dspark", {"confidence_with_previous": False}),
     "rank": ("dspark", {"markov_rank": 9}),
     "reduced vocabulary": ("dflash", {"draft_vocab_size": 40}),
@@ -225,7 +228,8 @@ def test_every_fact_of_the_verifier_rejects_another(name: str, tiny_verifier: Ca
     if name == "architecture":
         config["speculators_config"]["verifier"]["architectures"] = [place[name]]
     if name == "vocab_size":
-        config["draft_vocab_size"] = config["blockdraft"]["draft_vocab_size"] = place[name]
+        draft = config["blockdraft"]["draft"]
+        config["draft_vocab_size"] = draft["draft_vocab_size"] = draft["vocab_size"] = place[name]
         config["transformer_layer_config"]["vocab_size"] = place[name]
     rewrite(tmp_path / "d", config=config)
     read_checkpoint(tmp_path / "d")  # it contradicts nothing
@@ -233,8 +237,27 @@ def test_every_fact_of_the_verifier_rejects_another(name: str, tiny_verifier: Ca
         load_draft(tmp_path / "d", tiny_verifier, torch.float32)
 
 
-def as_version_4(config: dict[str, Any]) -> dict[str, Any]:
+def as_version_5(config: dict[str, Any]) -> dict[str, Any]:
+    """The contract when it repeated most of the draft's config."""
     old = copy.deepcopy(config)
+    contract = old["blockdraft"]
+    draft = contract.pop("draft")
+    explicit = draft.pop("standardize_taps")
+    for name in ("hidden_size", "num_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+                 "intermediate_size", "rms_norm_eps", "vocab_size"):  # fmt: skip
+        del draft[name]
+    contract |= {
+        "version": 5, **draft, "tap_ids": draft["target_layer_ids"], "method": config["speculators_model_type"],
+        "tap_convention": "after_layers", "tap_kind": "residual_stream",
+        "tap_standardisation": "explicit" if explicit else "none",
+        "default_k": config["speculators_config"]["proposal_methods"][0]["speculative_tokens"],
+    }  # fmt: skip
+    del contract["target_layer_ids"]
+    return old
+
+
+def as_version_4(config: dict[str, Any]) -> dict[str, Any]:
+    old = as_version_5(config)
     old["blockdraft"] |= {"version": 4, "final_norm": "rms"}
     return old
 
@@ -247,8 +270,28 @@ def as_version_3(config: dict[str, Any], scale: float = 1.0) -> dict[str, Any]:
     return old
 
 
+def test_a_contract_of_version_5_says_the_same(
+    saved: tuple[BlockDraft, Path], tiny_verifier: CausalVerifier, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draft, folder = saved
+    config = json.loads((folder / CONFIG).read_text())
+    old = as_version_5(config)
+    rewrite(folder, config=old)
+    loaded, contract = load_draft(folder, tiny_verifier, torch.float32)
+    assert contract == contract_of(draft, tiny_verifier) and capsys.readouterr().err == ""
+    assert torch.equal(hidden_of(loaded, tiny_verifier), hidden_of(draft, tiny_verifier))
+    for path in leaves(old["blockdraft"]):
+        if path not in (("verifier", "name"), ("verifier", "revision"), ("compute_dtype",)):
+            rewrite(folder, config=changed(old, ("blockdraft", *path), other(leaf(old["blockdraft"], path))))
+            with pytest.raises(InputError):
+                load_draft(folder, tiny_verifier, torch.float32)
+    rewrite(folder, config={**old, "blockdraft": {**old["blockdraft"], "unheard": 1}})
+    with pytest.raises(InputError, match="contract unheard: 1: unknown field"):
+        load_draft(folder, tiny_verifier, torch.float32)
+
+
 def test_a_contract_of_version_4_states_a_norm_that_nothing_reads(
-    tiny_verifier: CausalVerifier, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_verifier: CausalVerifier, tmp_path: Path, said: Callable[[], str]
 ) -> None:
     draft = tiny_draft(tiny_verifier, tiny_config())
     save_draft(tmp_path / "d", draft, contract_of(draft, tiny_verifier), torch.float32, {})
@@ -256,22 +299,22 @@ def test_a_contract_of_version_4_states_a_norm_that_nothing_reads(
     assert "final_norm" not in config["blockdraft"]
     rewrite(tmp_path / "d", config=as_version_4(config))
     _, contract = load_draft(tmp_path / "d", tiny_verifier, torch.float32)
-    assert contract == contract_of(draft, tiny_verifier) and capsys.readouterr().err == ""
+    assert contract == contract_of(draft, tiny_verifier) and said() == ""
 
 
 def test_a_contract_of_version_3_is_read_and_what_it_does_not_say_is_said(
-    tiny_verifier: CausalVerifier, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_verifier: CausalVerifier, tmp_path: Path, said: Callable[[], str]
 ) -> None:
     draft = tiny_draft(tiny_verifier, tiny_config())
     save_draft(tmp_path / "d", draft, contract_of(draft, tiny_verifier), torch.float32, {})
     config = json.loads((tmp_path / "d" / CONFIG).read_text())
     load_draft(tmp_path / "d", tiny_verifier, torch.float32)
-    assert capsys.readouterr().err == ""
+    assert said() == ""
     rewrite(tmp_path / "d", config=as_version_3(config))
     loaded, contract = load_draft(tmp_path / "d", tiny_verifier, torch.float32)
     assert torch.equal(hidden_of(loaded, tiny_verifier), hidden_of(draft, tiny_verifier))
     assert contract.verifier.matrices_digest is None and contract.version == CONTRACT_VERSION
-    assert "the matrices of tiny-llama were not compared, only its norms" in capsys.readouterr().err
+    assert "the matrices of tiny-llama were not compared, only its norms" in said()
     rewrite(tmp_path / "d", config=as_version_3(config, scale=2.0))
     with pytest.raises(InputError, match=r"contract embedding_scale: 2\.0"):
         load_draft(tmp_path / "d", tiny_verifier, torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 import subprocess
@@ -13,11 +14,11 @@ import torch
 
 from blockdraft.checkpoints.store import save_draft
 from blockdraft.cli import tables
-from blockdraft.cli.flags import list_flags, spread_lists
+from blockdraft.cli.flags import list_flags, present_names, spread_lists
 from blockdraft.cli.verbs import VERBS
 from blockdraft.errors import InputError
 from blockdraft.pipeline.prepare import prepare as prepare_data
-from blockdraft.settings import GenerateSettings, PrepareSettings, TrainSettings, build, resolved
+from blockdraft.settings import GenerateSettings, PrepareSettings, TrainSettings, build, identity, resolved
 from blockdraft.verifiers.loading import load_verifier, save_folder
 from conftest import call, contract_of, tiny_config, tiny_draft, tiny_verifier_of
 
@@ -226,6 +227,54 @@ def test_a_stopped_training_saves_its_state_and_is_130(
     assert list((tmp_path / "run" / "states").iterdir())
 
 
+def test_quiet_and_verbose(capsys: pytest.CaptureFixture[str], workshop: Path) -> None:
+    command = ("evaluate", workshop / "draft", "--data-path", workshop / "prompts.jsonl", "--max-prompts", 2,
+               "--max-new-tokens", 4, "--json")  # fmt: skip
+    code, out, usual = call(capsys, *command)
+    assert code == 0 and usual.startswith("plain decoding: 2/2 in ") and usual.count("\n") == 2
+    code, quiet_out, err = call(capsys, *command, "-q")
+    assert code == 0 and err == "" and json.loads(quiet_out) == json.loads(out)
+    code, _, err = call(capsys, *command, "-v")
+    assert code == 0 and all(line in err.splitlines() for line in usual.splitlines())
+    for detail in ("[main] blockdraft ", "'max_new_tokens': 4", "[main] device cpu", "checked in torch.float32 on cpu",
+                   f"[files] read {workshop / 'draft' / 'config.json'}", "[main] done in "):  # fmt: skip
+        assert detail in err, detail
+    code, _, err = call(capsys, *command, "--quiet", "--verbose")
+    assert code == 2 and err == "blockdraft: --verbose and --quiet: both given: pass one of them\n"
+
+
+def test_an_error_is_said_quietly_too_and_verbose_says_where(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "blockdraft: checkpoint: none-here: no such folder\n"
+    assert call(capsys, "check", "none-here", "-q") == (2, "", line)
+    code, _, err = call(capsys, "check", "none-here", "--verbose")
+    assert code == 2 and line in err and "Traceback" in err and "in read_checkpoint" in err
+
+
+def test_a_library_is_silent_and_a_command_leaves_no_handler() -> None:
+    """A new process: pytest's own handlers would hide what Python does for loggers without one."""
+    code = (
+        "import logging, sys\n"
+        "from blockdraft.cli.main import run\n"
+        "from blockdraft.progress import progress, say, warn\n"
+        "def speak():\n"
+        "    say('commentary')\n"
+        "    warn('warning')\n"
+        "    with progress('work', 2) as advance:\n"
+        "        advance(2)\n"
+        "speak()\n"
+        "run(['check', 'none-here', '-v'])\n"
+        "speak()\n"
+        "print('---', file=sys.stderr)\n"
+        "logging.basicConfig(level=logging.INFO, format='%(name)s %(levelname)s %(filename)s %(message)s')\n"
+        "speak()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    before, after = done.stderr.split("---\n")
+    assert before.startswith("[main] blockdraft") and before.endswith("none-here: no such folder\n"), before
+    assert after.startswith("blockdraft INFO <string> commentary\nblockdraft WARNING <string> warning\n"), after
+    assert "work: 2/2 in 0 s" in after
+
+
 def test_printed_commands_can_be_called_from_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Whoever ran `make quickstart` has not activated the environment: a bare name would not be found."""
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
@@ -237,3 +286,29 @@ def test_printed_commands_can_be_called_from_here(monkeypatch: pytest.MonkeyPatc
     script.write_text("#!/bin/sh\n")
     script.chmod(0o755)
     assert tables.program_name() == "blockdraft"
+
+
+def test_a_former_name_works_and_says_what_it_is_called_now(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recipe = tmp_path / "r.yaml"
+    for text in ("standardise-taps: false", "standardise_taps: false"):
+        recipe.write_text(text + "\n")
+        settings = build(TrainSettings, {"data_path": Path("d"), "save_path": Path("s")}, recipe)
+        assert settings.standardize_taps is False
+        assert "is called standardize-taps now" in caplog.messages[-1]
+    recipe.write_text("standardise_taps: false\nstandardize_taps: true\n")
+    with pytest.raises(InputError, match="stands there twice"):
+        build(TrainSettings, {"data_path": Path("d"), "save_path": Path("s")}, recipe)
+    given = ["--no-standardise-taps", "--lr", "1"]
+    assert present_names(given, TrainSettings) == ["--no-standardize-taps", "--lr", "1"]
+    assert "--no-standardise-taps is called --no-standardize-taps now" in caplog.messages[-1]
+    caplog.clear()
+    assert present_names(["--standardize-taps"], TrainSettings) == ["--standardize-taps"] and not caplog.messages
+
+
+def test_what_identifies_a_run_is_marked_at_the_field() -> None:
+    kept = set(identity(TrainSettings(data_path=Path("d"), save_path=Path("s"))))
+    names = {field.name for field in dataclasses.fields(TrainSettings)}
+    assert names - kept == {
+        "checkpoint_freq", "data_path", "device", "dry_run", "hidden_states_path", "log_dir", "log_freq", "logger",
+        "on_generate", "on_missing", "restart", "run_name", "save_path", "threads", "verifier_name_or_path",
+    }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import json
@@ -26,7 +27,7 @@ from blockdraft.data.sources import Source
 from blockdraft.data.templates import ChatTemplate
 from blockdraft.errors import InputError
 from blockdraft.records import Document
-from blockdraft.serving import record
+from blockdraft.vllm_plugin import record
 from conftest import tiny_tokenizer
 from data.odd_rows import EXAMPLES, TEXTS, VALUES, rows
 
@@ -181,9 +182,10 @@ def test_a_journal_reads_what_it_wrote(tmp_path_factory: pytest.TempPathFactory,
     path = tmp_path_factory.getbasetemp() / "journal"
     path.unlink(missing_ok=True)
     replies = [Written(id, 0, [1, 2], refused), Written(id, 1, [3])]
-    Journal(path).add(replies)
-    again = Journal(path)
-    assert [again.get(id, turn) for turn in (0, 1)] == replies
+    with contextlib.closing(Journal(path)) as journal:
+        journal.add(replies)
+    with contextlib.closing(Journal(path)) as again:
+        assert [again.get(id, turn) for turn in (0, 1)] == replies
 
 
 def test_a_record_of_blocks_keeps_odd_names(tmp_path: Path) -> None:

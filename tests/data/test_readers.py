@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from blockdraft.data.conversations import RowError
-from blockdraft.data.readers import file_digest, read_rows
+from blockdraft.data.readers import source_digest, read_rows
 from blockdraft.data.sources import Source, parse_sources
 from blockdraft.errors import InputError
 
@@ -106,13 +106,13 @@ def test_slices_of_files(tmp_path: Path) -> None:
 def test_the_digest_is_that_of_the_content(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("{}")
-    digests = [file_digest(Source("a", str(path)))]
+    digests = [source_digest(Source("a", str(path)))]
     path.rename(tmp_path / "b.jsonl")
-    digests.append(file_digest(Source("other", str(tmp_path / "b.jsonl"))))
+    digests.append(source_digest(Source("other", str(tmp_path / "b.jsonl"))))
     (tmp_path / "b.jsonl").write_text("{} ")
-    digests.append(file_digest(Source("a", str(tmp_path / "b.jsonl"))))
+    digests.append(source_digest(Source("a", str(tmp_path / "b.jsonl"))))
     assert digests[0] == digests[1] != digests[2]
-    assert file_digest(Source("r", "builtin/records")) != file_digest(Source("r", "builtin/chat"))
+    assert source_digest(Source("r", "builtin/records")) != source_digest(Source("r", "builtin/chat"))
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def _replies(
     sampling: SamplingSettings = GREEDY,
 ) -> list[Reply]:  # fmt: skip
     draft = None if name is None else _draft(device, name, kind)
-    k = 0 if draft is None else draft.config.num_proposed
+    k = 0 if draft is None else draft.config.num_speculative_tokens
     return DecodingEngine(verifier_on(device, kind), draft, k, sampling, threshold).generate(PROMPTS, 2)
 
 
@@ -54,7 +54,7 @@ def _greedy(device: str, _folder: Path, name: str, kind: str, threshold: float =
     assert [r.rounds for r in drafted] == [r.rounds for r in wanted]
     draft = _draft(device, name, kind)
     texts = [reply.document(str(reply.index)) for reply in plain]
-    k = draft.config.num_proposed
+    k = draft.config.num_speculative_tokens
     outcomes = one_pass_acceptance(verifier_on(device, kind), draft, texts, [k, 2], threshold)
     assert [outcome.rounds[k] for outcome in outcomes] == [reply.rounds for reply in drafted]
     assert not any(outcome.disagreements for outcome in outcomes)
@@ -75,7 +75,7 @@ def _gaps(device: str, _folder: Path, name: str) -> None:
     text = _replies("cpu", None)[1].document("1")
     for where in (device, "cpu"):
         exact = SimpleNamespace(verifier=verifier_on(where), draft=_draft(where, name))
-        proposals = document_proposals(exact.verifier, exact.draft, text, exact.draft.config.num_proposed)
+        proposals = document_proposals(exact.verifier, exact.draft, text, exact.draft.config.num_speculative_tokens)
         gaps = SlotGaps(exact, exact, text, proposals)
         assert gaps.bound < 1e-3
         ids = [first[0] for first in proposals.values()]

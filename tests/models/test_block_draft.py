@@ -22,17 +22,17 @@ VARIANTS = [
 ]
 
 
-def grid_config(fusion: str, kv: str, standardise: bool, **changes: object):
-    return tiny_config(context_fusion=fusion, context_kv=kv, standardise_taps=standardise, **changes)
+def grid_config(fusion: str, kv: str, standardize: bool, **changes: object):
+    return tiny_config(context_fusion=fusion, context_kv=kv, standardize_taps=standardize, **changes)
 
 
-@pytest.mark.parametrize(("fusion", "kv", "standardise"), GRID)
+@pytest.mark.parametrize(("fusion", "kv", "standardize"), GRID)
 def test_context_at_or_after_the_anchor_cannot_change_the_draft(
-    tiny_verifier: CausalVerifier, fusion: str, kv: str, standardise: bool
+    tiny_verifier: CausalVerifier, fusion: str, kv: str, standardize: bool
 ) -> None:
-    draft = tiny_draft(tiny_verifier, grid_config(fusion, kv, standardise))
+    draft = tiny_draft(tiny_verifier, grid_config(fusion, kv, standardize))
     row = pack_row([random_document(30, 5, 1)])
-    taps = tiny_verifier.states([row.tokens], draft.config.tap_ids)[0].taps.clone().requires_grad_()
+    taps = tiny_verifier.states([row.tokens], draft.config.target_layer_ids)[0].taps.clone().requires_grad_()
     anchor = 12
     blocks = Blocks(torch.tensor([anchor, anchor + 3]), torch.tensor([0, 0]), torch.tensor([30, 30]))
     hidden = draft(taps, row.tokens, row.positions, blocks)
@@ -47,7 +47,7 @@ def test_context_at_or_after_the_anchor_cannot_change_the_draft(
 def test_packed_equals_alone(tiny_verifier: CausalVerifier, method: str, variant: dict) -> None:
     draft = tiny_draft(tiny_verifier, tiny_config(method, **variant))
     documents = [random_document(n, s, i) for i, (n, s) in enumerate([(13, 4), (40, 11), (9, 2)])]
-    states = tiny_verifier.states([torch.tensor(d.input_ids) for d in documents], draft.config.tap_ids)
+    states = tiny_verifier.states([torch.tensor(d.input_ids) for d in documents], draft.config.target_layer_ids)
     row = pack_row(documents)
     blocks = choose_anchors(row.loss_mask, row.lengths, 0)
     packed = draft(torch.cat([s.taps for s in states]), row.tokens, row.positions, blocks)
@@ -70,7 +70,7 @@ def test_decoding_computes_what_training_computes(
     documents = [random_document(n, 2, i) for i, n in enumerate((25, 14, 19))]
     anchors = [20, 7, 13]
     cache = draft.cache(3)
-    states = tiny_verifier.states([torch.tensor(d.input_ids) for d in documents], draft.config.tap_ids)
+    states = tiny_verifier.states([torch.tensor(d.input_ids) for d in documents], draft.config.target_layer_ids)
     taps = torch.nn.utils.rnn.pad_sequence([s.taps for s in states], batch_first=True)
     # In two pieces, the first longer than what is kept of it: rejected positions must leave no trace.
     draft.extend_context(cache, taps[:, :9])
@@ -93,7 +93,7 @@ def test_causality_inside_the_block_follows_the_flag(tiny_verifier: CausalVerifi
     """The anchor's token reaches every slot; a later slot's position reaches an earlier one only without causality."""
     draft = tiny_draft(tiny_verifier, tiny_config(causal=(causal, causal)))
     row = pack_row([random_document(30, 5, 1)])
-    taps = tiny_verifier.states([row.tokens], draft.config.tap_ids)[0].taps
+    taps = tiny_verifier.states([row.tokens], draft.config.target_layer_ids)[0].taps
     blocks = Blocks(torch.tensor([12]), torch.tensor([0]), torch.tensor([30]))
     whole = draft(taps, row.tokens, row.positions, blocks, 8)
     short = draft(taps, row.tokens, row.positions, blocks, 4)
@@ -104,7 +104,7 @@ def test_the_whole_head_is_rotated_and_distance_matters(tiny_verifier: CausalVer
     """Every channel pair of a head turns: moving all positions changes nothing, moving the block does."""
     draft = tiny_draft(tiny_verifier, tiny_config())
     row = pack_row([random_document(20, 5, 1)])
-    taps = tiny_verifier.states([row.tokens], draft.config.tap_ids)[0].taps
+    taps = tiny_verifier.states([row.tokens], draft.config.target_layer_ids)[0].taps
     blocks = Blocks(torch.tensor([10]), torch.tensor([0]), torch.tensor([20]))
     here = draft(taps, row.tokens, row.positions, blocks)
     shifted = draft(taps, row.tokens, row.positions + 50, blocks)
@@ -116,23 +116,23 @@ def test_the_whole_head_is_rotated_and_distance_matters(tiny_verifier: CausalVer
     assert cos.shape[-1] == 16 and bool((cos[0] != 1).all())
 
 
-def test_folded_projection_equals_standardised_taps() -> None:
+def test_folded_projection_equals_standardized_taps() -> None:
     generator = torch.Generator().manual_seed(0)
     taps = 3 + torch.randn(200, 3, 8, generator=generator, dtype=torch.float64) * torch.rand(3, 8, generator=generator)
     statistics = TapStatistics(3, 8).double()
     statistics.calibrate(taps)
     weight = torch.randn(5, 24, generator=generator, dtype=torch.float64)
-    standardised = (
+    standardized = (
         taps - (taps * statistics.direction).sum(-1, keepdim=True) * statistics.direction
     ) / statistics.scale
-    torch.testing.assert_close(taps.flatten(1) @ statistics.fold(weight).T, standardised.flatten(1) @ weight.T)
+    torch.testing.assert_close(taps.flatten(1) @ statistics.fold(weight).T, standardized.flatten(1) @ weight.T)
 
 
 def test_every_parameter_has_an_effect_and_a_gradient(tiny_verifier: CausalVerifier) -> None:
     for method in ("dflash", "dflare"):
         draft = tiny_draft(tiny_verifier, tiny_config(method))
         row = pack_row([random_document(30, 5, 1)])
-        taps = tiny_verifier.states([row.tokens], draft.config.tap_ids)[0].taps
+        taps = tiny_verifier.states([row.tokens], draft.config.target_layer_ids)[0].taps
         blocks = choose_anchors(row.loss_mask, row.lengths, 0)
         draft(taps, row.tokens, row.positions, blocks).square().sum().backward()
         dead = [name for name, p in draft.named_parameters() if p.grad is None or not bool((p.grad != 0).any())]
@@ -152,6 +152,6 @@ def test_any_depth_gives_finite_states(tiny_verifier: CausalVerifier, num_layers
     config = tiny_config(num_layers=num_layers, windows=(None,) * num_layers, causal=(False,) * num_layers)
     draft = tiny_draft(tiny_verifier, config)
     row = pack_row([random_document(12, 3, 1)])
-    taps = tiny_verifier.states([row.tokens], config.tap_ids)[0].taps
+    taps = tiny_verifier.states([row.tokens], config.target_layer_ids)[0].taps
     out = draft(taps, row.tokens, row.positions, choose_anchors(row.loss_mask, row.lengths, 0))
     assert bool(out.isfinite().all())

@@ -19,7 +19,11 @@ from blockdraft.settings import SamplingSettings
 from blockdraft.verifiers.causal import CausalVerifier
 
 Fault = Callable[[str, int], str | None]
-"""From a request's last words and how often it came (1 the first time) to "500", "400", "429", "hang", "drop"."""
+"""From a request's last words and how often it came (1 the first time) to a fault: a status such as "500"; "hang";
+"drip", spaces without end; "drop" the connection; "junk" or "empty", an answer that is no completion."""
+
+DRIP = b" "
+ANSWERS = {"junk": b"<html>busy</html>", "empty": b'{"error": "busy", "choices": []}', "drip": DRIP}
 
 
 class Server:
@@ -37,8 +41,8 @@ class Server:
         self.over = threading.Event()
         self._lock = threading.Lock()
 
-    def answer(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]] | None:
-        """Status and JSON; None hangs up."""
+    def answer(self, body: dict[str, Any]) -> tuple[int, dict[str, Any] | bytes] | None:
+        """Status and JSON, or bytes, or a fault of the connection; None hangs up."""
         asked = json.dumps(body["messages"])
         with self._lock:
             self.seen[asked] += 1
@@ -48,6 +52,8 @@ class Server:
             fault = self.fault(body["messages"][-1]["content"], self.seen[asked])
             if fault == "drop":
                 return None
+            if fault in ANSWERS:
+                return 200, ANSWERS[fault]
             if fault == "hang":
                 self.over.wait()
             elif fault:
@@ -102,12 +108,14 @@ def openai_server(
             else:
                 self._send(*answer)
 
-        def _send(self, status: int, value: dict[str, Any]) -> None:
-            data = json.dumps(value).encode()
+        def _send(self, status: int, value: dict[str, Any] | bytes) -> None:
+            data = value if isinstance(value, bytes) else json.dumps(value).encode()
             self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
+            self.send_header("Content-Length", str(10**6 if value is DRIP else len(data)))
             self.end_headers()
             self.wfile.write(data)
+            while value is DRIP and not server.over.wait(0.2):
+                self.wfile.write(data)
 
         def log_message(self, *_: Any) -> None:
             pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import multiprocessing
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from blockdraft.data.conversations import Conversation
+from blockdraft.data.journal import Journal
 from blockdraft.data.table import RECORD, REJECTS, read_documents, read_table
 from blockdraft.data.templates import ChatTemplate
 from blockdraft.decoding.engine import DecodingEngine
@@ -22,7 +24,7 @@ from blockdraft.pipeline.regenerate import regenerate
 from blockdraft.settings import PrepareSettings, RegenerateSettings, SamplingSettings
 from blockdraft.verifiers.causal import CausalVerifier
 from blockdraft.verifiers.loading import load_verifier, save_folder
-from conftest import TEMPLATE, tiny_verifier_of
+from conftest import TEMPLATE, call, tiny_verifier_of
 from pipeline.openai_server import openai_server
 from pipeline.test_prepare import files, write_lines
 
@@ -118,13 +120,40 @@ def test_a_kill_and_a_rerun_give_the_clean_result(
     monkeypatch.setattr(DecodingEngine, "generate", dies_in_the_third_batch)
     with pytest.raises(KeyboardInterrupt):
         regenerate(settings, verifier)
-    (journal,) = (tmp_path / "killed").iterdir()
-    kept = journal.read_text()
-    assert len(kept.splitlines()) == 8
-    journal.write_text(kept + '{"id": "half a li')  # the kill came in the middle of a write
+    (path,) = (tmp_path / "killed").iterdir()
+    with contextlib.closing(Journal(path)) as journal:
+        assert len(journal) == 8
     regenerate(settings, verifier)
     assert calls[3] == 4 and len(calls) == 3 + 4 + 4 + 2  # the two finished batches were not decoded again
     assert files(tmp_path / "killed") == files(tmp_path / "clean")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("{}", "the replies of an unfinished run are damaged (file is not a database); delete this file"),
+     (".replies.0123.jsonl", "an earlier version began this run; finish it with that version, or delete this file")],
+)  # fmt: skip
+def test_a_run_that_cannot_be_resumed_is_one_line_and_stays(
+    verifier: CausalVerifier, prompts: Path, tmp_path: Path, name: str, says: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def dies(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    settings = settings_of(verifier, prompts, tmp_path / "d")
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(DecodingEngine, "generate", dies)
+        regenerate(settings, verifier)
+    (own,) = (tmp_path / "d").iterdir()
+    path = own.with_name(name.format(own.name))
+    path.write_text('{"id": "s:1", "turn": 1, "tokens": [5], "refused": null}\n' * 200)
+    before = path.read_bytes()
+    command = ("regenerate", "--verifier-name-or-path", verifier.identity.name, "--dtype", "float32", "--data-path",
+               str(prompts), "--save-path", str(tmp_path / "d"), "--max-new-tokens", str(LONGEST), "--batch-size",
+               "4")  # fmt: skip
+    code, _, err = call(capsys, *command)
+    assert code == 2 and err.splitlines()[-1].startswith(f"blockdraft: --save-path: {path}: {says}")
+    assert path.read_bytes() == before
 
 
 def test_the_same_request_is_read_and_another_refused(
@@ -179,9 +208,12 @@ def test_a_server_writes_what_this_process_writes(
     assert {path.name for path in (tmp_path / "there").iterdir()} == {"documents.parquet", RECORD, REJECTS}
 
 
-def test_a_slow_answer_is_given_up_and_asked_for_again(verifier: CausalVerifier, prompts: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["hang", "drip", "junk", "empty"])
+def test_no_answer_in_time_and_none_that_is_whole_are_asked_for_again(
+    verifier: CausalVerifier, prompts: Path, tmp_path: Path, kind: str
+) -> None:
     def fault(text: str, times: int) -> str | None:
-        return "hang" if times == 1 and text == "w3 w0" else None
+        return kind if times == 1 and text == "w3 w0" else None
 
     with openai_server(verifier, fault) as (url, server):
         regenerate(settings_of(verifier, prompts, tmp_path / "d", endpoint=url, request_timeout=3.0))

@@ -1,7 +1,7 @@
 """Which models the installed vLLM has, and which of them give hidden states, read from its sources.
 
 Nothing of vLLM is imported: many of its model modules need packages that are not here.
-`python tests/serving/engine_sources.py` writes `src/blockdraft/serving/engine_models.py` anew.
+`python tests/serving/engine_sources.py` writes `src/blockdraft/vllm_plugin/engine_models.py` anew.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 MODELS = "vllm.model_executor.models"
 REGISTRY = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")
 INTERFACE = "SupportsEagle3"  # what the engine asks of a verifier's class before it asks it for hidden states
-TABLE = Path(__file__).parents[2] / "src/blockdraft/serving/engine_models.py"
+TABLE = Path(__file__).parents[2] / "src/blockdraft/vllm_plugin/engine_models.py"
 
 
 @functools.cache

@@ -28,7 +28,8 @@ LENGTHS = (5, 40, 23, 61)  # of prompts: within the window and far beyond it
 LIMITS = [12, 20, 9, 16]
 COMMON = {
     "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": LAYERS,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": HEAD, "max_position_embeddings": 256,
+    "num_attention_heads": 2, "num_key_value_heads": 1,
+        "head_dim": HEAD, "max_position_embeddings": 256,
     "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None, "initializer_range": 0.2,
 }  # fmt: skip
 MIXED = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
@@ -91,7 +92,8 @@ def pair_of(case: Case, folder: Path) -> Pair:
     save_verifier(case, folder / "verifier")
     verifier = load_verifier(str(folder / "verifier"), torch.float32)
     shape = {
-        "hidden_size": HIDDEN, "num_heads": 2, "num_kv_heads": 1, "head_dim": HEAD, "tap_ids": (0, 2, LAYERS),
+        "hidden_size": HIDDEN, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "head_dim": HEAD, "target_layer_ids": (0, 2, LAYERS),
         "vocab_size": VOCAB, "draft_vocab_size": VOCAB,
     }  # fmt: skip
     config = dataclasses.replace(tiny_config(case.method), **{**shape, **case.draft})

@@ -19,8 +19,8 @@ from blockdraft.contract import Contract
 from blockdraft.data.workloads import workload_prompts
 from blockdraft.decoding.engine import DecodingEngine
 from blockdraft.decoding.one_pass import document_proposals
+from blockdraft.draft_config import DraftConfig
 from blockdraft.models.block_draft import BlockDraft
-from blockdraft.models.config import DraftConfig
 from blockdraft.pipeline.loading import encode_all
 from blockdraft.pipeline.train import train
 from blockdraft.records import Document
@@ -127,7 +127,7 @@ def random_checkpoint(
         if key not in made:
             draft = tiny_draft(verifier, config, zlib.crc32(key.encode()))  # the same whichever test asks first
             contract = contract_of(draft, verifier)
-            folder = tmp_path_factory.mktemp("drafts") / contract.method
+            folder = tmp_path_factory.mktemp("drafts") / contract.draft.method
             save_draft(folder, draft, contract, torch.float32, {})
             made[key] = Checkpoint(folder, *load_draft(folder, verifier, torch.float32))
         return made[key]

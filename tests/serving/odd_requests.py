@@ -127,7 +127,10 @@ Choices = tuple[tuple[tuple[int, ...], str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Status and, of an answered request, tokens and ends of its choices; status 0: the client hung up."""
+    """Status (within a stream, that of its error) and, of an answered request, tokens and ends of its choices.
+
+    A status of 0: the client hung up.
+    """
 
     status: int
     said: str
@@ -135,8 +138,8 @@ class Answer:
 
     @property
     def failed(self) -> bool:
-        """Whether the server blames itself, in the status or within a stream."""
-        return self.status >= 500 or any(end.startswith("error 5") for _, end in self.choices)
+        """Whether the server blames itself."""
+        return self.status >= 500
 
 
 def ask(http: httpx.Client, path: str, body: dict[str, Any], abort: bool = False) -> Answer:
@@ -153,26 +156,26 @@ def ask(http: httpx.Client, path: str, body: dict[str, Any], abort: bool = False
         said = answer.read().decode()
         if answer.status_code != 200:
             return Answer(answer.status_code, said)
-    return Answer(200, said, _streamed(said) if said.startswith("data:") else _whole(json.loads(said)))
+    return _streamed(said) if said.startswith("data:") else Answer(200, said, _whole(json.loads(said)))
 
 
 def _whole(answer: dict[str, Any]) -> Choices:
     return tuple((tuple(each.get("token_ids") or ()), str(each.get("finish_reason"))) for each in answer["choices"])
 
 
-def _streamed(said: str) -> Choices:
-    """The choices of a stream, put together."""
+def _streamed(said: str) -> Answer:
+    """A stream, put together."""
     tokens: dict[int, list[int]] = {}
     ends: dict[int, str] = {}
     for line in said.splitlines():
         if line.startswith("data: {"):
             event = json.loads(line[len("data: ") :])
             if "error" in event:
-                return (((), f"error {event['error'].get('code')}: {event['error'].get('message')}"),)
+                return Answer(int(event["error"].get("code") or 500), str(event["error"].get("message")))
             for each in event["choices"]:
                 tokens.setdefault(each["index"], []).extend(each.get("token_ids") or ())
                 ends[each["index"]] = str(each.get("finish_reason"))
-    return tuple((tuple(tokens[index]), ends[index]) for index in sorted(tokens))
+    return Answer(200, said, tuple((tuple(tokens[index]), ends[index]) for index in sorted(tokens)))
 
 
 def is_decided(body: dict[str, Any]) -> bool:

@@ -99,6 +99,15 @@ def test_a_request_with_top_k_alone_does_not_end_the_server(servers: Servers) ->
         assert http.get("/health").is_success
 
 
+@pytest.mark.parametrize("field", ["top_k", "seed", "max_tokens", "logprobs"])
+def test_numbers_beyond_64_bits_are_the_clients_mistake(servers: Servers, field: str) -> None:
+    """With a temperature of 0 the engine forgets top_k before it sends it."""
+    with httpx.Client(base_url=servers.drafted, timeout=300, trust_env=False) as http:
+        for value in (10**400, -(10**20), 2**64):
+            body = {"prompt": "w5 w6", "max_tokens": 4, "temperature": 1, field: value}
+            assert 400 <= ask(http, "/v1/completions", body).status < 500
+
+
 def test_the_verifiers_generation_config_changes_nothing_that_we_ask(
     servers: Servers, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

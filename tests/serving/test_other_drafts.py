@@ -26,22 +26,22 @@ K = 3
 
 
 def taps(config: dict, _: dict) -> None:
-    config["aux_hidden_state_layer_ids"] = config["blockdraft"]["tap_ids"] = [0, 3, 4]
+    config["aux_hidden_state_layer_ids"] = config["blockdraft"]["draft"]["target_layer_ids"] = [0, 3, 4]
 
 
 def mask(config: dict, _: dict) -> None:
-    config["mask_token_id"] = config["blockdraft"]["mask_token_id"] = MASK + 1
+    config["mask_token_id"] = config["blockdraft"]["draft"]["mask_token_id"] = MASK + 1
 
 
 def rotary(config: dict, _: dict) -> None:
-    for place in (config["blockdraft"], config["transformer_layer_config"]):
+    for place in (config["blockdraft"]["draft"], config["transformer_layer_config"]):
         place["rope_parameters"]["rope_theta"] = 1000.0
     config["transformer_layer_config"]["rope_theta"] = 1000.0
 
 
 def causality(config: dict, _: dict) -> None:
     config["sliding_window_non_causal"] = False
-    config["blockdraft"]["causal"] = [True, True]
+    config["blockdraft"]["draft"]["causal"] = [True, True]
 
 
 def norm(_: dict, tensors: dict) -> None:

@@ -16,9 +16,9 @@ from blockdraft.pipeline.parity import past_windows
 from blockdraft.records import Document
 from blockdraft.serving.client import Served
 from blockdraft.serving.parity import blocks_of, compare_counters, compare_reply, served_rounds, within, without_padding
-from blockdraft.serving.record import append, read
 from blockdraft.settings import SamplingSettings
 from blockdraft.verifiers.causal import CausalVerifier
+from blockdraft.vllm_plugin.record import append, read
 from conftest import contract_of, random_document, tiny_config, tiny_draft, tiny_verifier_of
 
 

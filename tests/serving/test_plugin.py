@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from blockdraft import __version__
 from blockdraft.checkpoints.store import save_draft
 from conftest import contract_of, tiny_config, tiny_draft, tiny_verifier_of
 
@@ -47,7 +48,7 @@ def in_child(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(arguments, child.exitcode or 0, *said)
 
 
-def test_it_is_found_by_entry_point_and_registers_once() -> None:
+def test_it_is_found_by_entry_point_and_registers_and_says_so_once() -> None:
     done = in_child(
         """
         import functools
@@ -59,17 +60,23 @@ def test_it_is_found_by_entry_point_and_registers_once() -> None:
         first = [vars(DFlashProposer)[name] for name in names]
         built = vars(base.SpeculatorsConfig)["build_vllm_speculative_config"]
         assert all(isinstance(each, functools.partialmethod) for each in first)
-        import blockdraft.serving.plugin as plugin
-        plugin.register(); plugin.register()
+        from blockdraft.vllm_plugin import register
+        register.register(); register.register()
         again = [vars(DFlashProposer)[name] for name in names]
         assert all(a is b for a, b in zip(first, again))
         assert vars(base.SpeculatorsConfig)["build_vllm_speculative_config"] is built
         assert {"dflash", "dflare", "dspark", "blockdraft"} <= set(algos.SUPPORTED_SPECULATORS_TYPES)
         from vllm import ModelRegistry
         assert "BlockDraftModel" in ModelRegistry.get_supported_archs()
+        from vllm.config.logging import LoggingConfig
+        from vllm.logger import configure_logging_if_needed
+        configure_logging_if_needed(LoggingConfig())
+        configure_logging_if_needed(LoggingConfig(log_level="DEBUG"))
         """
     )
     assert done.returncode == 0, done.stderr[-2000:]
+    said = (done.stdout + done.stderr).splitlines()
+    assert sum(f"blockdraft {__version__} is active in vLLM 0.32" in line for line in said) == 1, said
 
 
 def test_an_unknown_engine_is_refused_for_our_drafts_and_left_alone_for_others(tmp_path: Path) -> None:
@@ -82,9 +89,9 @@ def test_an_unknown_engine_is_refused_for_our_drafts_and_left_alone_for_others(t
         import vllm
         vllm.__version__ = "0.77.0"
         from blockdraft.errors import InputError
-        from blockdraft.serving import plugin
+        from blockdraft.vllm_plugin import register
         from vllm.transformers_utils.configs.speculators.base import SpeculatorsConfig
-        plugin.register()
+        register.register()
         ours = json.load(open(sys.argv[1]))
         others = {key: value for key, value in json.load(open(sys.argv[1])).items() if key != "blockdraft"}
         SpeculatorsConfig.extract_transformers_pre_trained_config(others)
@@ -112,9 +119,9 @@ def test_a_checkpoint_that_contradicts_itself_is_refused_by_the_engine(tmp_path:
     done = in_child(
         """
         import json, sys
-        from blockdraft.serving import plugin
+        from blockdraft.vllm_plugin import register
         from vllm.transformers_utils.configs.speculators.base import SpeculatorsConfig
-        plugin.register()
+        register.register()
         SpeculatorsConfig.extract_transformers_pre_trained_config(json.load(open(sys.argv[1])))
         """,
         str(path),
@@ -129,12 +136,12 @@ def test_context_keys_are_normalised_by_their_own_layer() -> None:
 
     from vllm import _custom_ops as ops
 
-    from blockdraft.serving.draft_model import normalised_context_keys
+    from blockdraft.vllm_plugin.draft_model import normalized_context_keys
 
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(3, 5, 2, 32, generator=generator)
     weights = 1 + 0.3 * torch.randn(3, 32, generator=generator)
-    found = normalised_context_keys(SimpleNamespace(_rms_norm_eps=1e-6, _k_norm_weights=weights), keys)
+    found = normalized_context_keys(SimpleNamespace(_rms_norm_eps=1e-6, _k_norm_weights=weights), keys)
     for layer in range(3):
         wanted = torch.nn.functional.rms_norm(keys[layer], (32,), weights[layer], 1e-6)
         torch.testing.assert_close(found[layer], wanted)
@@ -148,7 +155,7 @@ def test_context_keys_are_normalised_by_their_own_layer() -> None:
 def test_a_temperature_reaches_every_token_of_its_request() -> None:
     """The other fault that is mended: the engine's own kernel on processors loses values that are no integers."""
     pytest.importorskip("vllm")
-    from blockdraft.serving.sampling import repeated_for_tokens
+    from blockdraft.vllm_plugin.sampling import repeated_for_tokens
 
     temperatures, cumulated = torch.tensor([0.7, 0.0, 1.3]), torch.tensor([2, 2, 5])
     found = repeated_for_tokens(temperatures, cumulated, 5, replace_from=0, replace_to=1)
@@ -164,8 +171,8 @@ def test_a_temperature_reaches_every_token_of_its_request() -> None:
         cpu_triton_utils._expand_kernel_impl(output, torch.tensor([0.7, 1.3]), torch.tensor([1, 3]), 0, 1)
         print(output.tolist())
         stock = rejection_sampler.expand_batch_to_tokens
-        from blockdraft.serving import plugin, sampling
-        plugin.register()
+        from blockdraft.vllm_plugin import register, sampling
+        register.register()
         assert rejection_sampler.expand_batch_to_tokens is sampling.repeated_for_tokens is not stock
         """
     )
@@ -182,7 +189,7 @@ def test_a_step_without_proposed_tokens_is_sampled_from_nothing() -> None:
         import types
         import torch
         from vllm.v1.sample import rejection_sampler
-        from blockdraft.serving import plugin, sampling
+        from blockdraft.vllm_plugin import register, sampling
 
         rejection_sampler.expand_batch_to_tokens = sampling.repeated_for_tokens
 
@@ -197,7 +204,7 @@ def test_a_step_without_proposed_tokens_is_sampled_from_nothing() -> None:
             constrained(0)
         except (IndexError, RuntimeError) as error:
             print("stock:", type(error).__name__)
-        plugin.register()
+        register.register()
         print(tuple(constrained(0).shape), constrained(2).isfinite().sum(dim=1).tolist())
         """
     )
@@ -215,7 +222,7 @@ def test_bodies_that_trip_the_engines_own_checks_are_the_clients_mistakes() -> N
         from fastapi.testclient import TestClient
         from vllm import SamplingParams
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-        from blockdraft.serving import plugin
+        from blockdraft.vllm_plugin import register
 
         app = FastAPI()
 
@@ -239,7 +246,7 @@ def test_bodies_that_trip_the_engines_own_checks_are_the_clients_mistakes() -> N
         fields = ('"structured_outputs": [1]', '"stop": "\\\\ud800"', '"n": 1')
         bodies = ['{"prompt": "a", ' + field + "}" for field in fields]
         print([read(body) for body in bodies], checked())
-        plugin.register()
+        register.register()
         print([read(body) for body in bodies], checked())
         """
     )

@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from bare import run_bare
 from blockdraft.checkpoints.store import save_draft
 from blockdraft.errors import InputError
 from blockdraft.pipeline.serve import planned
 from blockdraft.serving import launcher
-from blockdraft.serving.plugin import require_servable
 from blockdraft.settings import ServeSettings
 from blockdraft.verifiers.identity import read_identity
 from blockdraft.verifiers.loading import load_verifier, save_folder
+from blockdraft.vllm_plugin.servable import require_servable
 from conftest import FAMILIES, call, contract_of, free_port, tiny_config, tiny_draft, tiny_verifier_of
 
 pytestmark = pytest.mark.engine
@@ -62,6 +63,16 @@ def test_the_plan_says_what_is_served(workshop: Path, monkeypatch: pytest.Monkey
     )
     for word in (str(workshop / "verifier"), "dflare", "K=3", "context full", f"http://127.0.0.1:{port}"):
         assert word in plan.summary
+
+
+def test_serving_needs_nothing_that_only_training_needs(workshop: Path) -> None:
+    """Neither the command nor what the engine loads, its plugin and our model."""
+    ((status, out, said),) = run_bare(
+        ("serve", workshop / "dflare", "--dry-run", "--json", "--port", free_port()),
+        code="from blockdraft.serving import draft_model, plugin, proposer; plugin.register()",
+    )
+    assert status == 0, said
+    assert json.loads(out)["command"][1:3] == ["serve", str(workshop / "verifier")]
 
 
 def test_what_is_taken_of_a_repository_is_passed_on(workshop: Path) -> None:
@@ -193,7 +204,7 @@ def test_what_an_engine_cannot_compute_is_refused_by_name(config: object, v1_run
     verifier = tiny_verifier_of("llama")
     contract = contract_of(tiny_draft(verifier, config), verifier)
     if message is None:
-        require_servable(config, contract, v1_runner)
+        require_servable(contract, v1_runner)
         return
     with pytest.raises(InputError, match=message):
-        require_servable(config, contract, v1_runner)
+        require_servable(contract, v1_runner)

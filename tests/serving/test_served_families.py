@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from blockdraft.serving import engine_models
-from blockdraft.serving.support import PATCHED, TESTED, support_of
+from blockdraft.vllm_plugin import engine_models
+from blockdraft.vllm_plugin.support import PATCHED, TESTED, support_of
 from serving.engine_sources import classified
 from serving.families import EXPERTS, HEAD, MIXED, WINDOW, Case, pair_of, require_as_trained, serve
 

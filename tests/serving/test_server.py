@@ -16,6 +16,7 @@ import httpx2 as httpx
 import psutil
 import pytest
 
+from blockdraft import __version__
 from blockdraft.data.table import read_documents
 from blockdraft.decoding.engine import DecodingEngine
 from blockdraft.serving.client import EngineClient
@@ -39,6 +40,7 @@ class Server:
     process: subprocess.Popen[bytes]
     url: str
     record: Path
+    log: Path
     checkpoint: Checkpoint
 
     def gauge(self, name: str) -> float:
@@ -57,8 +59,17 @@ def server(
     command = [*BLOCKDRAFT, "serve", str(checkpoint.folder), "--dtype", "float32", "--port", str(port), "--record",
                str(record), *ENGINE]  # fmt: skip
     plan = Launch(command, {}, "", f"http://127.0.0.1:{port}")
-    with running(plan, folder / "log.txt") as process:
-        yield Server(process, plan.url, record, checkpoint)
+    log = folder / "log.txt"
+    with running(plan, log) as process:
+        yield Server(process, plan.url, record, log, checkpoint)
+
+
+def test_every_process_of_the_server_says_once_that_the_plugin_is_active(server: Server) -> None:
+    """The server's own, which has no name yet when it says so, and the engine's."""
+    line = rf"^(\(\w+ pid=\d+\) )?.* blockdraft {__version__} is active in vLLM 0\.32.*BlockDraftModel.*patched: "
+    said = re.findall(line, server.log.read_text(), re.M)
+    assert len(said) == len(set(said)) and any(process.startswith("(EngineCore") for process in said), said
+    assert any(not process.startswith("(EngineCore") for process in said), said
 
 
 def test_parity_with_a_running_server(server: Server, capsys: pytest.CaptureFixture[str]) -> None:

@@ -172,7 +172,7 @@ def test_image_tokens_are_refused_by_the_engine(request_of: Callable[..., Reques
 def test_encoder_outputs_meet_their_own_rows() -> None:
     """A request that comes back after a preemption is scheduled before a new one, but takes a row behind it."""
     pytest.importorskip("vllm")
-    from blockdraft.serving.t5gemma2.hooks import execute_encoder
+    from blockdraft.vllm_plugin.t5gemma2.hooks import execute_encoder
 
     outputs = {name: torch.full((2, 3), float(index)) for index, name in enumerate(("back", "new", "newer"))}
     runner = SimpleNamespace(

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import pytest
 
 from blockdraft.decoding.engine import DecodingEngine
+from blockdraft.draft_config import DraftConfig
 from blockdraft.errors import BlockdraftError
-from blockdraft.models.config import DraftConfig
 from blockdraft.serving.offline import DETAILED, Decoded
 from blockdraft.serving.parity import served_rounds
 from blockdraft.settings import SamplingSettings
@@ -122,13 +122,16 @@ def trained(trained_checkpoint: Callable[..., Checkpoint], real_speaker: Speaker
     dspark = drafts["dspark"]
     speculative = {"model": str(dspark.folder), "method": "dflash", "num_speculative_tokens": 4,
                    "draft_sample_method": "probabilistic"}  # fmt: skip
-    requests = [request_of(real_speaker, draft, draft.contract.default_k, by_folder=True) for draft in drafts.values()]
+    requests = [
+        request_of(real_speaker, draft, draft.contract.draft.num_speculative_tokens, by_folder=True)
+        for draft in drafts.values()
+    ]
     requests.append(
         request_of(
             real_speaker, dspark, 4, speculative=speculative, sampling={"temperature": 0.02, "seed": 5}, engine=EAGER
         )
     )
-    plans = [(draft, draft.contract.default_k) for draft in drafts.values()] + [(dspark, 4)]
+    plans = [(draft, draft.contract.draft.num_speculative_tokens) for draft in drafts.values()] + [(dspark, 4)]
     answers = zip(plans, served(requests), strict=True)
     return {
         name: Outcome(*plan, real_speaker.text, answer)

@@ -1,4 +1,4 @@
-"""Combinations of sockets train a step, decode losslessly, agree with one pass, save and reload.
+"""Combinations of components train a step, decode losslessly, agree with one pass, save and reload.
 
 By default a covering array in which every three settings meet in every way; all 704 with the marker `exhaustive`.
 """
@@ -124,12 +124,12 @@ def test_a_combination_trains_decodes_saves_and_reloads(
     folder = tmp_path / "draft"
     save_draft(folder, trainer.draft, trainer.plan.contract, torch.float32, {})
     draft, contract = load_draft(folder, stage.verifier, torch.float32)
-    assert draft.config.method == contract.method
+    assert draft.config.method == contract.draft.method
     save_draft(tmp_path / "again", draft, contract, torch.float32, {})
     for name in ("model.safetensors", "config.json"):
         assert (folder / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
 
-    most = contract.default_k
+    most = contract.draft.num_speculative_tokens
     assert most == (5 if from_anchor else 4)
     plans = [(most, 0.0)]
     if layers == "full":  # what a smaller K changes does not depend on the kind of layer

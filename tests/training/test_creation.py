@@ -1,10 +1,12 @@
-"""From settings to a draft: presets, sockets, layers, widths, vocabulary, and what is refused."""
+"""From settings to a draft: presets, components, layers, widths, vocabulary, and what is refused."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +20,8 @@ from blockdraft.training.creation import (
     draft_vocabulary,
     layer_kinds,
     make_objective,
+    resolve_components,
     resolve_mask_token,
-    resolve_sockets,
 )
 from blockdraft.verifiers.causal import CausalVerifier
 from conftest import random_document, tiny_config
@@ -36,7 +38,7 @@ def settings(**changes: object) -> TrainSettings:
 def test_a_preset_is_the_method_it_names(tiny_verifier: CausalVerifier, method: str) -> None:
     config = draft_config(settings(speculator_type=method), tiny_verifier, DOCUMENTS)
     assert config.method == method
-    assert config.num_proposed == (8 if method == "dspark" else 7)
+    assert config.num_speculative_tokens == (8 if method == "dspark" else 7)
     assert config.markov_rank == (256 if method == "dspark" else 0)
 
 
@@ -60,18 +62,22 @@ def test_a_named_socket_replaces_the_presets(tiny_verifier: CausalVerifier, chan
 
 def test_without_a_head_the_preset_does_not_insist_on_what_it_reads() -> None:
     for gone in ("sequential_head", "confidence_head"):
-        sockets = resolve_sockets(settings(speculator_type="dspark", **{gone: "none"}))
-        assert not sockets["confidence_with_previous"]
+        components = resolve_components(settings(speculator_type="dspark", **{gone: "none"}))
+        assert not components["confidence_with_previous"]
     with pytest.raises(InputError, match="needs a sequential head"):
         tiny_config("dspark", sequential_head="none", markov_rank=0)
 
 
 def test_layers_slide_and_are_causal_as_told() -> None:
-    assert layer_kinds(settings()) == ((None, None), (False, False))
-    assert layer_kinds(settings(causal_block=True)) == ((None, None), (True, True))
-    assert layer_kinds(settings(sliding_window=9)) == ((9, 9), (True, True))
-    assert layer_kinds(settings(sliding_window=9, sliding_window_non_causal=True)) == ((9, 9), (False, False))
-    assert layer_kinds(settings(sliding_window=9, full_attention_indices=(1,))) == ((9, None), (True, False))
+    def kinds(**changes: Any) -> tuple[Any, Any]:
+        found = layer_kinds(settings(**changes))
+        return found["windows"], found["causal"]
+
+    assert kinds() == ((None, None), (False, False))
+    assert kinds(causal_block=True) == ((None, None), (True, True))
+    assert kinds(sliding_window=9) == ((9, 9), (True, True))
+    assert kinds(sliding_window=9, sliding_window_non_causal=True) == ((9, 9), (False, False))
+    assert kinds(sliding_window=9, full_attention_indices=(1,)) == ((9, None), (True, False))
     for wrong, says in (
         ({"full_attention_indices": (0,)}, "needs --sliding-window"),
         ({"sliding_window": 9, "full_attention_indices": (2,)}, "layers are 0..1"),
@@ -85,7 +91,7 @@ def test_layers_slide_and_are_causal_as_told() -> None:
 def test_widths_are_the_verifiers_unless_given(tiny_verifier: CausalVerifier) -> None:
     def widths(**changes: int) -> tuple[int, int, int, int]:
         config = draft_config(settings(**changes), tiny_verifier, DOCUMENTS)
-        return config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size
+        return config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.intermediate_size
 
     assert widths() == (4, 2, 16, 64)
     assert widths(num_attention_heads=2) == (2, 2, 16, 64)
@@ -103,15 +109,15 @@ def test_objective_defaults_follow_the_type() -> None:
     assert make_objective(settings(loss_fn="kl"), "dflash").weighting == "fixed-exp-decay"
 
 
-def test_a_vocabulary_larger_than_the_tokens_seen_is_filled_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_vocabulary_larger_than_the_tokens_seen_is_filled_and_says_so(said: Callable[[], str]) -> None:
     documents = [Document.of_reply("a", [9, 9], [50, 60, 50], "stop")]
     ids = draft_vocabulary(tiny_config(draft_vocab_size=5), documents)
     assert ids is not None and ids.tolist() == [0, 1, 2, 50, 60]
-    said = capfd.readouterr().err
-    assert "100.00% of the reply tokens" in said and "only 2 tokens occur, the 3 smallest other ids fill up" in said
+    text = said()
+    assert "100.00% of the reply tokens" in text and "only 2 tokens occur, the 3 smallest other ids fill up" in text
     small = draft_vocabulary(tiny_config(draft_vocab_size=1), documents)
     assert small is not None and small.tolist() == [50]
-    assert "66.67% of the reply tokens" in capfd.readouterr().err
+    assert "66.67% of the reply tokens" in said()
     assert draft_vocabulary(tiny_config(), documents) is None
 
 
@@ -138,7 +144,7 @@ def test_taps_by_depth_fit_verifiers_of_any_size(tiny_verifier: CausalVerifier) 
     given = settings(tap_depths=depths, num_taps=None)
     assert choose_taps(given, "layerwise", 26) == (2, 5, 8, 11, 14, 17, 20, 22)
     assert choose_taps(given, "layerwise", 4) == (0, 1, 2, 3)  # those that fall together are one
-    assert draft_config(given, tiny_verifier, DOCUMENTS).tap_ids == (0, 1, 2, 3)
+    assert draft_config(given, tiny_verifier, DOCUMENTS).target_layer_ids == (0, 1, 2, 3)
     with pytest.raises(InputError, match="give these or --target-layer-ids"):
         draft_config(settings(tap_depths=depths, target_layer_ids=(1, 2)), tiny_verifier, DOCUMENTS)
     with pytest.raises(InputError, match=r"--tap-depths: 1.5: must be 0 or more and at most 1"):

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -156,9 +156,7 @@ def test_states_of_something_else_are_refused(verifiers: dict[str, Verifier], tm
         HiddenStateFiles(tmp_path / "other", InProcess(verifier, (1, 3)))
 
 
-def test_documents_without_states(
-    verifiers: dict[str, Verifier], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_documents_without_states(verifiers: dict[str, Verifier], tmp_path: Path, said: Callable[[], str]) -> None:
     verifier, folder = verifiers["causal"], tmp_path / "s"
     maker = InProcess(verifier, (0, 2, 4))
     HiddenStateFiles(folder, maker).prepare([d for i, d in enumerate(DOCUMENTS) if i not in (3, 8)])
@@ -168,8 +166,8 @@ def test_documents_without_states(
     for choice, named in (("skip", False), ("warn", True)):
         plan = TrainingPlan(settings_of(tmp_path, "r", **asked, on_missing=choice), verifier, DOCUMENTS)
         assert {d.id for d in plan.documents} == {d.id for d in DOCUMENTS} - {"doc3", "doc8"}
-        said = capsys.readouterr().err
-        assert "2 of 20 documents have none and are left out" in said and ("doc8" in said) == named
+        text = said()
+        assert "2 of 20 documents have none and are left out" in text and ("doc8" in text) == named
     with pytest.raises(InputError, match="lacks 20 of 20"):
         HiddenStateFiles(tmp_path / "empty", maker, "skip").available(DOCUMENTS)
     deleted = HiddenStateFiles(folder, maker, on_generate="delete")
@@ -178,7 +176,7 @@ def test_documents_without_states(
     assert deleted.missing(DOCUMENTS) == [3, 8]
 
 
-def test_damaged_files(verifiers: dict[str, Verifier], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_files(verifiers: dict[str, Verifier], tmp_path: Path, said: Callable[[], str]) -> None:
     maker = InProcess(verifiers["causal"], (1, 3))
     files = HiddenStateFiles(tmp_path / "s", maker)
     files.prepare(DOCUMENTS[:3])
@@ -186,12 +184,12 @@ def test_damaged_files(verifiers: dict[str, Verifier], tmp_path: Path, capsys: p
     shutil.copy(files.path(DOCUMENTS[2]), files.path(DOCUMENTS[1]))
     with pytest.raises(BlockdraftError, match="gone or damaged"):
         HiddenStateFiles(tmp_path / "s", maker, "raise").get(DOCUMENTS[:1])
-    capsys.readouterr()
+    said()
     same(files.get(DOCUMENTS[:3])[:2], maker.get(DOCUMENTS[:2]))
-    said = capsys.readouterr().err
-    assert "is damaged" in said and "is not what its name says" in said
+    text = said()
+    assert "is damaged" in text and "is not what its name says" in text
     HiddenStateFiles(tmp_path / "s", maker, "raise").get(DOCUMENTS[:3])  # mended
-    assert not capsys.readouterr().err
+    assert not said()
 
 
 def test_a_full_disk_is_found_before_work_starts(

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -93,9 +94,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_state_is_passed_over_and_pushes_out_none(
-    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_state_is_passed_over_and_pushes_out_none(tmp_path: Path, kind: str, said: Callable[[], str]) -> None:
     folder = ResumeStates(tmp_path)
     for step in (3, 6):
         folder.save(state_at(step))
@@ -106,7 +105,7 @@ def test_a_damaged_state_is_passed_over_and_pushes_out_none(
     found = later.newest()
     assert found is not None and found.progress == state_at(6).progress
     assert torch.equal(found.draft["weight"], torch.full((3,), 6.0))
-    assert capsys.readouterr().err.count("is damaged (") == 2
+    assert said().count("is damaged (") == 2
     for step in (9, 12):
         later.save(state_at(step))
         assert (tmp_path / f"step-{step:08d}").is_dir()
@@ -166,7 +165,7 @@ def test_a_state_of_another_draft_is_one_line(tiny_verifier: CausalVerifier, tmp
     ("changes", "says"),
     [
         ({"mask_token_id": 101}, ["mask_token_id 100, now asked for 101"]),
-        ({"num_layers": 3}, ["num_layers 2, now asked for 3", "contract.causal [False"]),
+        ({"num_layers": 3}, ["num_layers 2, now asked for 3", "contract.draft.causal [False"]),
         ({"lr": 1e-3, "seed": 4}, ["lr 0.002, now asked for 0.001", "seed 0, now asked for 4"]),
     ],
 )  # fmt: skip
@@ -396,7 +395,8 @@ def test_a_disk_that_fills_up_is_one_line_and_leaves_nothing_half_written(
     arguments = command(workshop, verb, tmp_path / "out")
     with largest_file(1000):
         code, _, err = call(capsys, *arguments)
-    assert code == 1 and "Traceback" not in err and "too large" in err.splitlines()[-1].lower(), err
+    line = err.splitlines()[-1]
+    assert code == 1 and "Traceback" not in err and re.search("too large|cannot be written", line, re.I), err
     assert not [path for path in tmp_path.rglob("*") if path.suffix in (".tmp", ".lock")]
     assert call(capsys, *arguments)[0] == 0
 

@@ -56,7 +56,7 @@ def test_a_head_learns_from_the_token_before_and_not_from_the_one_to_predict(
     """Changing the text at position p changes the loss only through proposals for positions after p."""
     draft = tiny_draft(tiny_verifier, tiny_config("dspark", sequential_head=sequential))
     document = random_document(30, 5, 1)
-    (states,) = InProcess(tiny_verifier, draft.config.tap_ids).get([document])
+    (states,) = InProcess(tiny_verifier, draft.config.target_layer_ids).get([document])
     row = pack_row([document])
     blocks = Blocks(torch.tensor([12]), torch.tensor([0]), torch.tensor([30]))
     objective = Objective({"ce": 1.0}, "fixed-exp-decay", decay_gamma=1e-3)  # the first proposal alone counts
@@ -71,7 +71,7 @@ def test_a_head_learns_from_the_token_before_and_not_from_the_one_to_predict(
 def test_two_losses_add_up_and_confidence_is_one_of_them(tiny_verifier: CausalVerifier) -> None:
     draft = tiny_draft(tiny_verifier, tiny_config("dspark"))
     document = random_document(30, 5, 1)
-    (states,) = InProcess(tiny_verifier, draft.config.tap_ids, with_final=True).get([document])
+    (states,) = InProcess(tiny_verifier, draft.config.target_layer_ids, with_final=True).get([document])
     row = pack_row([document])
     blocks = choose_anchors(row.loss_mask, row.lengths, 0)
 
@@ -93,7 +93,7 @@ def test_confidence_learns_what_the_verifier_accepts_of_all_its_tokens(family: s
     draft = tiny_draft(verifier, tiny_config("dspark", draft_vocab_size=40))
     assert draft.vocabulary is not None and draft.sequential is not None
     document = random_document(30, 5, 1)
-    (states,) = InProcess(verifier, draft.config.tap_ids, with_final=True).get([document])
+    (states,) = InProcess(verifier, draft.config.target_layer_ids, with_final=True).get([document])
     row = pack_row([document])
     blocks = choose_anchors(row.loss_mask, row.lengths, 0)
     objective = Objective({loss: 1.0}, "fixed-exp-decay")

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -115,7 +116,7 @@ def test_a_killed_run_resumes_to_the_same_bits(
 
 
 def test_a_damaged_newest_state_falls_back_to_the_one_before(
-    tiny_verifier: CausalVerifier, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tiny_verifier: CausalVerifier, tmp_path: Path, said: Callable[[], str]
 ) -> None:
     settings = settings_of(tmp_path, epochs=3.0)
     trained(settings, tiny_verifier)
@@ -125,8 +126,8 @@ def test_a_damaged_newest_state_falls_back_to_the_one_before(
     whole = (states[-1] / "state.pt").read_bytes()
     (states[-1] / "state.pt").write_bytes(whole[: len(whole) // 2])
     trained(settings, tiny_verifier)
-    said = capfd.readouterr().err
-    assert f"{states[-1].name} is damaged" in said and "resuming after step" in said
+    text = said()
+    assert f"{states[-1].name} is damaged" in text and "resuming after step" in text
     assert weights(tmp_path) == wanted
 
 
@@ -297,7 +298,12 @@ def test_default_taps_are_the_published_ones() -> None:
 
 def test_draft_takes_the_verifiers_shape(tiny_verifier: CausalVerifier, tmp_path: Path) -> None:
     config = draft_config(settings_of(tmp_path), tiny_verifier, DOCUMENTS)
-    assert (config.head_dim, config.num_heads, config.num_kv_heads, config.intermediate_size) == (16, 4, 2, 64)
+    assert (config.head_dim, config.num_attention_heads, config.num_key_value_heads, config.intermediate_size) == (
+        16,
+        4,
+        2,
+        64,
+    )
 
 
 def test_schedules() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from blockdraft.serving.support import T5GEMMA2, support_of
+from blockdraft.vllm_plugin.support import T5GEMMA2, support_of
 from verifiers.families import (
     BIAS,
     LAYER_TYPE,

@@ -155,6 +155,8 @@ def test_quantized_matrices_are_not_compared_and_that_is_said(
     captured = capsys.readouterr()
     assert json.loads(captured.out)["matrices compared"] is False
     assert captured.err.count("\n") == 1 and "were not compared, only its norms: they are quantized" in captured.err
+    assert run([*arguments, "--quiet"]) == 0
+    assert capsys.readouterr().err == captured.err  # a warning
     packed["model.layers.1.input_layernorm.weight"][3] += 1  # norms are still compared
     save_file(packed, tmp_path / "v" / "model.safetensors", metadata={"format": "pt"})
     assert run(arguments) == 2

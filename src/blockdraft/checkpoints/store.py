@@ -17,10 +17,10 @@ from torch import Tensor
 
 from blockdraft.checkpoints.speculators import DIGEST, FILE_NAMES, HEAD, config_json, parse_config
 from blockdraft.contract import Contract
+from blockdraft.draft_config import DraftConfig
 from blockdraft.errors import InputError
 from blockdraft.files import read_json, read_json_object, replacing, write_json, writing
 from blockdraft.models.block_draft import BlockDraft
-from blockdraft.models.config import DraftConfig
 from blockdraft.models.fusion import ProjectedFusion
 from blockdraft.models.vocabulary import DraftVocabulary, map_hash
 from blockdraft.runtime import dtype_name
@@ -47,7 +47,7 @@ def save_draft(
         }
         with writing(folder, SafetensorError):  # its writer raises no OSError
             save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
-        stated = config_json(draft.config, contract, dtype_name(dtype))
+        stated = config_json(contract, dtype_name(dtype))
         write_json(temporary / CONFIG, {**stated, DIGEST: digest(stated, tensors)})
         write_json(temporary / PROVENANCE, provenance)
 
@@ -66,7 +66,7 @@ def trained_chat(folder: Path) -> dict[str, Any]:
 def exported_tensors(draft: BlockDraft) -> dict[str, Tensor]:
     """Tensors under their names in the file.
 
-    The standardisation of a projected draft is folded into fc.weight; with a reduced vocabulary, its rows of the
+    The standardization of a projected draft is folded into fc.weight; with a reduced vocabulary, its rows of the
     verifier's head travel along.
     """
     tensors = {name: tensor.detach() for name, tensor in draft.state_dict().items()}
@@ -82,14 +82,13 @@ def exported_tensors(draft: BlockDraft) -> dict[str, Tensor]:
 
 def read_contract(folder: Path) -> Contract:
     """The contract of a checkpoint, without its weights."""
-    return parse_config(_read_config(folder), f"{folder.name}/{CONFIG}")[1]
+    return parse_config(_read_config(folder), f"{folder.name}/{CONFIG}")
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A checkpoint whose parts have been checked against each other."""
 
-    config: DraftConfig
     contract: Contract
     tensors: dict[str, Tensor]
     """By their names in the file."""
@@ -103,7 +102,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             contradicts itself; one line says which.
     """
     raw = _read_config(folder)
-    config, contract = parse_config(raw, f"{folder.name}/{CONFIG}")
+    contract = parse_config(raw, f"{folder.name}/{CONFIG}")
     path = folder / WEIGHTS
     try:
         tensors = load_file(path)
@@ -111,8 +110,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise InputError("checkpoint", path, "no such file") from None
     except SafetensorError as error:
         raise InputError("checkpoint", path, f"damaged ({error})") from None
-    _require_tensors(config, tensors, path)
-    _require_map(config, contract, tensors, path)
+    _require_tensors(contract.draft, tensors, path)
+    _require_map(contract, tensors, path)
     found = digest(raw, tensors)
     if raw.get(DIGEST) != found:
         raise InputError(
@@ -120,7 +119,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             raw.get(DIGEST, "missing"),
             f"{folder} holds {found}: weights or config.json were changed after they were written; export them again",
         )
-    return Checkpoint(config, contract, tensors)
+    return Checkpoint(contract, tensors)
 
 
 def digest(raw: dict[str, Any], tensors: Mapping[str, Tensor]) -> str:
@@ -148,11 +147,11 @@ def load_draft(folder: Path, verifier: Verifier, dtype: torch.dtype) -> tuple[Bl
     """
     found = read_checkpoint(folder)
     found.contract.require_verifier(verifier.identity, verifier.logit_softcap)
-    draft = BlockDraft(found.config)
+    draft = BlockDraft(found.contract.draft)
     draft.load_state_dict({name: found.tensors[FILE_NAMES.get(name, name)] for name in draft.state_dict()})
     draft.to(device=verifier.device, dtype=dtype).requires_grad_(False).eval()
     draft.borrow(verifier.embed, verifier.head_VE)
-    if found.config.reduced:  # the file's own rows of the head, as a server will use them
+    if draft.config.reduced:  # the file's own rows of the head, as a server will use them
         draft.head_VE = found.tensors[HEAD].to(device=verifier.device, dtype=verifier.dtype)
     return draft, found.contract
 
@@ -173,8 +172,9 @@ def _require_tensors(config: DraftConfig, tensors: Mapping[str, Tensor], path: P
             )
 
 
-def _require_map(config: DraftConfig, contract: Contract, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Refuse a vocabulary map whose two tensors differ, or that is not the one the draft was trained with."""
+def _require_map(contract: Contract, tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Reject a vocabulary map whose two tensors differ, or that is not the one the draft was trained with."""
+    config = contract.draft
     if not config.reduced:
         return
     vocabulary = DraftVocabulary(config)

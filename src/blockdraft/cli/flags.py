@@ -12,11 +12,12 @@ from typing import Annotated, Any
 
 import typer
 
-from blockdraft.settings.base import flag_name, type_hints, value_type
+from blockdraft.cli.console import set_level
+from blockdraft.settings.base import flag_name, former_names, type_hints, value_type, warn_renamed
 
 
 def command(cls: type, run: Callable[[dict[str, Any], Path | None, bool], None]) -> Callable[..., None]:
-    """A function whose signature typer turns into the flags of `cls`, plus --config and --json.
+    """A function whose signature typer turns into the flags of `cls`, plus those of every command.
 
     Every flag defaults to None here, which means "not given"; the default itself is applied by `settings.build`.
     """
@@ -28,10 +29,13 @@ def command(cls: type, run: Callable[[dict[str, Any], Path | None, bool], None])
     parameters = [_parameter(field, hints[field.name], panels.get(field.name)) for field in ordered]
     parameters.append(_option("config", Path | None, None, "YAML or TOML recipe; flags given here win over it"))
     parameters.append(_option("json", bool, False, "print the result as one JSON object on stdout"))
+    parameters.append(_option("verbose", bool, False, "also say details: settings, device, files, times", short="-v"))
+    parameters.append(_option("quiet", bool, False, "say nothing but warnings and errors", short="-q"))
     if rest is not None:
         parameters.append(inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context))
 
     def function(**values: Any) -> None:
+        set_level(values.pop("verbose"), values.pop("quiet"))
         recipe, as_json = values.pop("config"), values.pop("json")
         if rest is not None:
             values[rest] = list(values.pop("context").args)
@@ -49,7 +53,7 @@ def takes_more(cls: type) -> bool:
 
 
 def _unparsed(field: dataclasses.Field[Any]) -> bool:
-    return bool(field.metadata.get("unparsed"))
+    return bool(field.metadata["unparsed"])
 
 
 _NUMBER = r"\d+(\.\d+)?|\.\d+"
@@ -60,7 +64,7 @@ def list_flags(cls: type) -> dict[str, str]:
     kinds = {name: value_type(hint) for name, hint in type_hints(cls).items()}
     patterns = {}
     for field in dataclasses.fields(cls):
-        pattern = _NUMBER if kinds[field.name] in ((int, True), (float, True)) else field.metadata.get("each")
+        pattern = _NUMBER if kinds[field.name] in ((int, True), (float, True)) else field.metadata["each"]
         if pattern and not field.metadata["argument"]:
             patterns[flag_name(field.name)] = pattern
     return patterns
@@ -82,6 +86,20 @@ def spread_lists(arguments: list[str], flags: Mapping[str, str]) -> list[str]:
         while rest and re.fullmatch(flags[argument], rest[0]):
             spread += [argument, rest.pop(0)]
     return spread
+
+
+def present_names(arguments: list[str], cls: type) -> list[str]:
+    """The words of a command line with former names of flags replaced by those of today, with a warning for each."""
+    renamed: dict[str, str] = {}
+    for old, new in former_names(cls).items():
+        renamed |= {flag_name(old): flag_name(new), flag_name(f"no_{old}"): flag_name(f"no_{new}")}
+    present = []
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
+        if flag in renamed:
+            warn_renamed(flag, renamed[flag])
+        present.append(renamed.get(flag, flag) + equals + value)
+    return present
 
 
 def _arguments_and_required_first(field: dataclasses.Field[Any]) -> tuple[bool, bool]:
@@ -122,11 +140,19 @@ def _metavar(wanted: Any) -> str | None:
 
 
 def _option(
-    name: str, hint: Any, default: Any, help_text: str, panel: str | None = None, metavar: str | None = None
+    name: str,
+    hint: Any,
+    default: Any,
+    help_text: str,
+    panel: str | None = None,
+    metavar: str | None = None,
+    short: str | None = None,
 ) -> inspect.Parameter:
     flag = flag_name(name)
     names = (f"{flag}/--no-{flag[2:]}",) if hint == bool | None else (flag,)
-    option = typer.Option(*names, help=help_text, show_default=False, rich_help_panel=panel, metavar=metavar)
+    option = typer.Option(
+        *names, *((short,) if short else ()), help=help_text, show_default=False, rich_help_panel=panel, metavar=metavar
+    )
     return _keyword(name, hint, option, default)
 
 

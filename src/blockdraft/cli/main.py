@@ -5,19 +5,21 @@ from __future__ import annotations
 import functools
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from blockdraft import __version__
-from blockdraft.cli.flags import command, list_flags, spread_lists, takes_more
+from blockdraft.cli.console import console
+from blockdraft.cli.flags import command, list_flags, present_names, spread_lists, takes_more
 from blockdraft.cli.verbs import VERBS, Verb
 from blockdraft.errors import BlockdraftError
 from blockdraft.files import reason
-from blockdraft.progress import say
+from blockdraft.progress import LOGGER, warn
 from blockdraft.runtime import prepare_environment, resolve_device
-from blockdraft.settings import ComputeSettings, build
+from blockdraft.settings import ComputeSettings, build, resolved
+from blockdraft.version import __version__
 
 INTERRUPTED = 130
 # typer brings its own copy of click and names only this subclass of the error that every wrong use raises.
@@ -55,14 +57,17 @@ def make_app() -> typer.Typer:
 
 def _runner(verb: Verb) -> Any:
     def run(flags: dict[str, Any], recipe: Path | None, as_json: bool) -> None:
+        start = time.monotonic()
         settings: Any = build(verb.settings, flags, recipe)
+        LOGGER.debug("blockdraft %s, settings %s", __version__, resolved(settings))
         if isinstance(settings, ComputeSettings):
-            resolve_device(settings.device)  # a wrong one is known before any work
+            LOGGER.debug("device %s", resolve_device(settings.device))  # a wrong one is known before any work
         try:
             result = verb.run(settings, as_json)
         except KeyboardInterrupt as stopped:  # here, since typer would swallow what it says
-            say(f"blockdraft: {str(stopped) or 'interrupted'}")
+            warn(f"blockdraft: {str(stopped) or 'interrupted'}")
             raise typer.Exit(INTERRUPTED) from None
+        LOGGER.debug("done in %.1f s", time.monotonic() - start)
         if as_json:
             print(json.dumps(result, ensure_ascii=False))
         else:
@@ -81,21 +86,29 @@ def main(arguments: list[str] | None = None) -> None:
 def run(arguments: list[str]) -> int:
     """Run the command line and return its exit code."""
     prepare_environment()
+    with console():
+        return _run(arguments)
+
+
+def _run(arguments: list[str]) -> int:
     if arguments and arguments[0] in VERBS:
-        arguments = [arguments[0], *spread_lists(arguments[1:], list_flags(VERBS[arguments[0]].settings))]
+        verb, cls = arguments[0], VERBS[arguments[0]].settings
+        arguments = [verb, *spread_lists(present_names(arguments[1:], cls), list_flags(cls))]
     try:
         code = make_app()(arguments, standalone_mode=False)
     except BlockdraftError as error:
-        say(f"blockdraft: {error}")
+        LOGGER.error("blockdraft: %s", error)
+        LOGGER.debug("where it was found", exc_info=error)
         return error.exit_code
     except _USAGE_ERROR as error:
-        say(f"blockdraft: {error.format_message()}")
+        LOGGER.error("blockdraft: %s", error.format_message())
         return 2
     except BrokenPipeError:  # whoever read the output has gone, as `head` does
         sys.stdout = None
         return 1
     except OSError as error:  # a disk that fills up, a folder that goes away
-        say(f"blockdraft: {error.filename or 'the system'}: {reason(error)}")
+        LOGGER.error("blockdraft: %s: %s", error.filename or "the system", reason(error))
+        LOGGER.debug("where it was found", exc_info=error)
         return 1
     return code if isinstance(code, int) else 0
 

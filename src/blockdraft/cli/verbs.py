@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from blockdraft import settings as s
+from blockdraft.extras import TRAIN, require
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,7 @@ class Verb:
         show: "module:function" that prints a result for people.
         examples: shown under --help.
         streams: whether the function prints while it works; it is then told whether the result will be printed as JSON.
+        trains: whether it needs the packages of the extra `train` whatever it is asked for.
     """
 
     settings: type
@@ -26,8 +28,11 @@ class Verb:
     show: str
     examples: tuple[str, ...]
     streams: bool = False
+    trains: bool = False
 
     def run(self, settings: Any, as_json: bool) -> dict[str, Any]:
+        if self.trains:
+            require(*TRAIN)
         function = _load(self.function)
         result: dict[str, Any] = function(settings, as_json) if self.streams else function(settings)
         return result
@@ -49,6 +54,7 @@ VERBS: dict[str, Verb] = {
             "blockdraft quickstart --method dflare --minutes 3",
             "blockdraft quickstart --workload chat",
         ),
+        trains=True,
     ),
     "convert": Verb(
         s.ConvertSettings,
@@ -65,6 +71,7 @@ VERBS: dict[str, Verb] = {
             "blockdraft prepare --source math=gsm8k.jsonl@500 --source chat=org/set:train@1500 --save-path runs/data",
             "blockdraft prepare --source chat=conversations.jsonl --preview 3",
         ),
+        trains=True,
     ),
     "regenerate": Verb(
         s.RegenerateSettings,
@@ -74,6 +81,7 @@ VERBS: dict[str, Verb] = {
             "blockdraft regenerate --data-path runs/prompts --save-path runs/data",
             "blockdraft regenerate --data-path runs/prompts --save-path runs/data --endpoint http://127.0.0.1:8000",
         ),
+        trains=True,
     ),
     "states": Verb(
         s.StatesSettings,
@@ -83,6 +91,7 @@ VERBS: dict[str, Verb] = {
             "blockdraft states --data-path runs/data --hidden-states-path runs/states",
             "blockdraft states --config recipe.yaml --hidden-states-path /disk/states",
         ),
+        trains=True,
     ),
     "train": Verb(
         s.TrainSettings,
@@ -92,6 +101,7 @@ VERBS: dict[str, Verb] = {
             "blockdraft train --data-path runs/data --save-path runs/draft --mask-token-id 4",
             "blockdraft train --config recipe.yaml --speculator-type dflare --epochs 3",
         ),
+        trains=True,
     ),
     "evaluate": Verb(
         s.EvaluateSettings,

@@ -1,14 +1,20 @@
-"""Replies as they are written, kept on disk one by one, so that a kill at any moment loses none of them."""
+"""Replies as they are written, kept in an SQLite file one by one, so that a kill at any moment loses none of them."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+import sqlite3
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from blockdraft.files import write_text
+from blockdraft.errors import InputError
+from blockdraft.files import writing
+
+# With a write-ahead log, a commit is one flush. Exclusive locking needs no shared memory, which network disks lack.
+_PRAGMAS = ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL")
+_TABLE = "replies (id TEXT, turn INTEGER, tokens TEXT, refused TEXT, PRIMARY KEY (id, turn)) WITHOUT ROWID"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,36 +35,62 @@ class Written:
 
 
 class Journal:
-    """Replies by conversation and turn; what an earlier run wrote into the file is there from the start."""
+    """Replies by conversation and turn; what an earlier run wrote into the file is there from the start.
+
+    Raises:
+        InputError: the file is damaged.
+        BlockdraftError: it cannot be written.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._replies: dict[tuple[str, int], Written] = {}
-        if path.is_file():
-            self._take_up()
-        path.parent.mkdir(parents=True, exist_ok=True)
+        with self._guarded():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._database = sqlite3.connect(path)
+            try:
+                self._open()
+            except BaseException:
+                self.close()
+                raise
 
-    def _take_up(self) -> None:
-        text = self._path.read_text(encoding="utf-8", errors="replace")
-        whole = text[: text.rfind("\n") + 1]
-        if whole != text:  # a line that the kill cut short
-            write_text(self._path, whole)
-        for line in whole.split("\n")[:-1]:
-            reply = Written(**json.loads(line))
-            self._replies[reply.id, reply.turn] = reply
+    def _open(self) -> None:
+        for pragma in _PRAGMAS:
+            self._database.execute(f"PRAGMA {pragma}")
+        ((state,),) = self._database.execute("PRAGMA quick_check(1)")
+        if state != "ok":
+            raise sqlite3.DatabaseError(state.splitlines()[-1])
+        with self._database:
+            self._database.execute(f"CREATE TABLE IF NOT EXISTS {_TABLE}")
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        try:
+            with writing(self._path, sqlite3.OperationalError):
+                yield
+        except (sqlite3.DatabaseError, ValueError, TypeError) as error:
+            raise InputError(
+                "--save-path",
+                self._path,
+                f"the replies of an unfinished run are damaged ({error}); delete this file to have them written anew",
+            ) from None
 
     def get(self, id: str, turn: int) -> Written | None:
         """The reply, if it was written."""
-        return self._replies.get((id, turn))
+        with self._guarded():
+            found = self._database.execute("SELECT tokens, refused FROM replies WHERE id = ? AND turn = ?", (id, turn))
+            row = found.fetchone()
+            return None if row is None else Written(id, turn, json.loads(row[0]), row[1])
 
     def __len__(self) -> int:
-        return len(self._replies)
+        with self._guarded():
+            return int(self._database.execute("SELECT count(*) FROM replies").fetchone()[0])
 
     def add(self, replies: Iterable[Written]) -> None:
         """Keep replies; when this returns they are on disk."""
-        fresh = list(replies)
-        with self._path.open("a", encoding="utf-8") as handle:
-            handle.writelines(json.dumps(asdict(reply), ensure_ascii=False) + "\n" for reply in fresh)
-            handle.flush()
-            os.fsync(handle.fileno())
-        self._replies.update({(reply.id, reply.turn): reply for reply in fresh})
+        rows = [(reply.id, reply.turn, json.dumps(reply.tokens), reply.refused) for reply in replies]
+        with self._guarded(), self._database:
+            self._database.executemany("INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?)", rows)
+
+    def close(self) -> None:
+        """Let go of the file; what is in it stays."""
+        self._database.close()

@@ -9,11 +9,11 @@ from blockdraft.data.conversations import Conversation, Messages, RowError, requ
 from blockdraft.data.converters import convert
 from blockdraft.data.mixture import place
 from blockdraft.data.readers import read_rows
-from blockdraft.data.record import read_record
+from blockdraft.data.record import TABLE, read_record
 from blockdraft.data.sources import Source
-from blockdraft.data.table import TABLE, read_table
 from blockdraft.data.templates import ChatMode, ChatTemplate
 from blockdraft.errors import InputError
+from blockdraft.extras import require
 
 
 def read_prompts(path: Path, field: str) -> list[Messages]:
@@ -56,6 +56,9 @@ def _prompt_of(row: Any) -> Messages:
 
 def _held_out(folder: Path, field: str) -> list[Messages]:
     """The first request of every conversation that validates."""
+    require("pyarrow")
+    from blockdraft.data.table import read_table
+
     ratio = read_record(folder, field)["facts"]["train_data_ratio"]
     rows = read_table(folder, field).select(["key", "conversation"]).to_pylist()
     texts = [row["conversation"] for row in rows if row["conversation"] is not None and place(row["key"]) >= ratio]

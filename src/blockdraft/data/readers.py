@@ -24,7 +24,9 @@ from blockdraft.data.converters import shape_of
 from blockdraft.data.sources import BUILTIN, Source
 from blockdraft.data.workloads import workload_prompts
 from blockdraft.errors import InputError
+from blockdraft.extras import require
 from blockdraft.files import reading, reason
+from blockdraft.progress import LOGGER
 
 Numbered = tuple[int, Any]  # line, or number of the item, from 1; the row, or the RowError that it is
 _ROWS_AT_ONCE = 1024
@@ -63,7 +65,7 @@ def pinned(source: Source) -> Source:
     return dataclasses.replace(source, revision=commit)
 
 
-def file_digest(source: Source) -> str:
+def source_digest(source: Source) -> str:
     """What the source's content is known by: a hash of its files, or for hub ids and builtins of what they are."""
     path = Path(source.location)
     files = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
@@ -91,6 +93,7 @@ def _file_rows(path: Path, name: str) -> Iterator[Numbered]:
     reader = readers.get(suffix_of(path))
     if reader is None:
         raise InputError("--source", f"{name}={path}", f"unknown kind of file; known are {', '.join(readers)} (.gz)")
+    LOGGER.debug("reading %s", path)
     try:
         yield from reader(path)
     except (OSError, EOFError, ValueError, zlib.error, csv.Error) as error:  # damaged, cut short, or not what it says
@@ -187,6 +190,7 @@ def _cells(header: Any, cells: list[str]) -> Any:
 
 
 def _parquet(path: Path) -> Iterator[Numbered]:
+    require("pyarrow")
     import pyarrow.parquet as pq
     from pyarrow import ArrowException
 
@@ -198,6 +202,7 @@ def _parquet(path: Path) -> Iterator[Numbered]:
 
 
 def _dataset_rows(source: Source) -> Iterator[Numbered]:
+    require("datasets")
     import datasets
 
     datasets.disable_progress_bars()

@@ -1,15 +1,15 @@
-"""`data_config.json` of a data folder: what it was made from, and what became of every row."""
+"""Files of a data folder, and its `data_config.json`: what it was made from, and what became of every row."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from blockdraft.data.table import RECORD
 from blockdraft.errors import InputError
 from blockdraft.files import read_json
 from blockdraft.typed import checked
 
+TABLE, RECORD, REJECTS = "documents.parquet", "data_config.json", "rejects.jsonl"
 # What commands read of it; it may state more.
 _FACTS = {
     "tokenizer": str, "thinking": str, "tools": list[dict[str, Any]], "rewritten_history": str,

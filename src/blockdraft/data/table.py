@@ -14,11 +14,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from blockdraft.data.record import RECORD as RECORD
+from blockdraft.data.record import REJECTS as REJECTS
+from blockdraft.data.record import TABLE as TABLE
 from blockdraft.errors import InputError
 from blockdraft.files import writing
+from blockdraft.progress import LOGGER
 from blockdraft.records import Document, Span
 
-TABLE, RECORD, REJECTS = "documents.parquet", "data_config.json", "rejects.jsonl"
 _IDS = pa.list_(pa.int32())
 SCHEMA = pa.schema(
     [
@@ -123,6 +126,7 @@ def read_table(folder: Path, field: str) -> pa.Table:
         raise InputError(field, folder, f"no {TABLE} there; make it with blockdraft prepare")
     try:
         table = pq.read_table(path, memory_map=True)
+        LOGGER.debug("read %s", path)
     except pa.ArrowException as error:
         raise InputError(field, path, f"damaged ({str(error).splitlines()[0][:120]})") from None
     if table.schema.names != SCHEMA.names:

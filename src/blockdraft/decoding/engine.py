@@ -15,6 +15,7 @@ from torch import Tensor
 
 from blockdraft.decoding.proposals import Proposal, most_likely, propose
 from blockdraft.decoding.stops import StopRules, StopWindow
+from blockdraft.errors import InputError
 from blockdraft.models.block_draft import BlockDraft
 from blockdraft.ops.acceptance import Round, accept_sampled, accepted_prefix
 from blockdraft.ops.prefix import shared_prefix
@@ -97,7 +98,11 @@ class DecodingEngine:
 
     Args:
         k: tokens to propose a round at most; needs a draft when above 0.
+        sampling: how tokens are chosen and when a reply ends; greedily, after 256 tokens at most, by default.
         confidence_threshold: end a proposal where the draft's confidence in it falls under this; 0 never does.
+
+    Raises:
+        InputError: a `k` without a draft, or one that its blocks have no slots for.
     """
 
     def __init__(
@@ -105,16 +110,19 @@ class DecodingEngine:
         verifier: Verifier,
         draft: BlockDraft | None,
         k: int,
-        sampling: SamplingSettings,
+        sampling: SamplingSettings | None = None,
         confidence_threshold: float = 0.0,
     ) -> None:
-        assert k == 0 or draft is not None
+        most = 0 if draft is None else draft.config.num_speculative_tokens
+        if not 0 <= k <= most:
+            raise InputError("k", k, f"must be 0 to {most}; 0 decodes without a draft, and more needs one")
+        sampling = sampling or SamplingSettings()
         self.verifier = verifier
         self.draft = draft if k else None
         self.k = k
         self.sampling = sampling
         self.confidence_threshold = confidence_threshold
-        self.tap_ids = self.draft.config.tap_ids if self.draft is not None else ()
+        self.tap_ids = self.draft.config.target_layer_ids if self.draft is not None else ()
         self.stops = StopRules(
             frozenset() if sampling.ignore_eos else verifier.stop_ids,
             sampling.stop,
@@ -125,7 +133,7 @@ class DecodingEngine:
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
-        batch_size: int,
+        batch_size: int = 16,
         on_round: OnRound | None = None,
         on_done: Callable[[int], None] | None = None,
     ) -> list[Reply]:

@@ -52,7 +52,7 @@ def one_pass_acceptance(
     results = []
     sequences = [torch.tensor(document.input_ids, device=verifier.device) for document in documents]
     sources = [document.source_ids for document in documents]
-    every_states = verifier.states(sequences, draft.config.tap_ids, sources)
+    every_states = verifier.states(sequences, draft.config.target_layer_ids, sources)
     for document, tokens, states in zip(documents, sequences, every_states, strict=True):
         rounds = rounds_of_document(draft, document, states.taps, ks, confidence_threshold)
         disagreements = 0
@@ -67,7 +67,7 @@ def one_pass_acceptance(
 def document_proposals(verifier: Verifier, draft: BlockDraft, document: Document, k: int) -> dict[int, list[int]]:
     """What the draft proposes after every token of a document's replies but their last, by position, K = k."""
     tokens = torch.tensor(document.input_ids, device=verifier.device)
-    taps = verifier.states([tokens], draft.config.tap_ids, [document.source_ids])[0].taps
+    taps = verifier.states([tokens], draft.config.target_layer_ids, [document.source_ids])[0].taps
     blocks = _every_block(draft, document, taps, k, 0.0)
     return dict(zip(blocks.anchors, blocks.drafted, strict=True))
 

@@ -79,7 +79,7 @@ def slot_logits(pair: DraftAndVerifier, document: Document, anchors: Sequence[in
         return torch.empty(0, 0, 1)
     where = torch.tensor(list(anchors), device=tokens.device)
     blocks = Blocks(where, torch.zeros_like(where), torch.full_like(where, len(tokens)))
-    states = verifier.states([tokens], draft.config.tap_ids, [document.source_ids])[0]
+    states = verifier.states([tokens], draft.config.target_layer_ids, [document.source_ids])[0]
     taps = states.taps.to(draft.norm.weight.dtype)
     num_proposed = blocks_NK.shape[1]
     positions = torch.arange(len(tokens), device=tokens.device)

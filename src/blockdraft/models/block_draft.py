@@ -1,4 +1,4 @@
-"""BlockDraft: DFlash, DFlare, DSpark and every mixture of their sockets in one class.
+"""BlockDraft: DFlash, DFlare, DSpark and every other combination of their components in one class.
 
 Chen et al., "DFlash: Block Diffusion for Flash Speculative Decoding": a block is the last verified token followed by
 mask tokens; one pass over the block, attending to fused hidden states of the verifier, proposes a token for every
@@ -16,7 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from blockdraft.models.config import DraftConfig
+from blockdraft.draft_config import DraftConfig
 from blockdraft.models.fusion import CONTEXT_FUSION
 from blockdraft.models.heads import ConfidenceHead, SequentialHead
 from blockdraft.models.layers import DraftLayer

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from blockdraft.models.config import DraftConfig
+from blockdraft.draft_config import DraftConfig
 from blockdraft.models.norm import RMSNorm
 
 
 class TapStatistics(nn.Module):
-    """Mean direction u and channel scale s of each tap: standardised = (tap - (tap . u) u) / s.
+    """Mean direction u and channel scale s of each tap: standardized = (tap - (tap . u) u) / s.
 
     Buffers, not parameters: measured once on the training data (`calibrate`), then fixed.
     """
@@ -53,7 +53,7 @@ class TapStatistics(nn.Module):
         return (self._without_direction(taps.float()) / self.scale).to(taps.dtype)
 
     def fold(self, weight: Tensor) -> Tensor:
-        """The projection [D, L * E] that does to raw taps what `weight` does to standardised ones."""
+        """The projection [D, L * E] that does to raw taps what `weight` does to standardized ones."""
         scaled = weight.view(len(weight), *self.scale.shape) / self.scale
         along = (scaled * self.direction).sum(dim=-1, keepdim=True)
         return (scaled - along * self.direction).view_as(weight)
@@ -64,8 +64,10 @@ class ProjectedFusion(nn.Module):
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
-        self.statistics = TapStatistics(len(config.tap_ids), config.hidden_size) if config.standardise_taps else None
-        self.fc = nn.Linear(len(config.tap_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.statistics = (
+            TapStatistics(len(config.target_layer_ids), config.hidden_size) if config.standardize_taps else None
+        )
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, taps: Tensor) -> Tensor:
@@ -80,8 +82,8 @@ class LayerwiseFusion(nn.Module):
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
-        num_taps = len(config.tap_ids)
-        self.statistics = TapStatistics(num_taps, config.hidden_size) if config.standardise_taps else None
+        num_taps = len(config.target_layer_ids)
+        self.statistics = TapStatistics(num_taps, config.hidden_size) if config.standardize_taps else None
         # Layer d leans towards the tap at the same relative depth, as the published DFlare code starts.
         weights = torch.zeros(config.num_layers, num_taps)
         for layer in range(config.num_layers):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from blockdraft.models.config import DraftConfig
+from blockdraft.draft_config import DraftConfig
 
 State = Tensor | None
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from blockdraft.models.config import DraftConfig
+from blockdraft.draft_config import DraftConfig
 from blockdraft.models.norm import RMSNorm
 from blockdraft.ops.rotary import rotate
 
@@ -26,7 +26,7 @@ class DraftAttention(nn.Module):
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        query_size, kv_size = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, query_size, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from blockdraft.models.config import DraftConfig
+from blockdraft.draft_config import DraftConfig
 
 _GROWTH = 1024
 
@@ -24,7 +24,7 @@ class RotaryPositions(nn.Module):
         super().__init__()
         self._config = Qwen3Config(
             hidden_size=config.hidden_size,
-            num_attention_heads=config.num_heads,
+            num_attention_heads=config.num_attention_heads,
             head_dim=config.head_dim,
             max_position_embeddings=config.max_position_embeddings,
             rope_parameters=dict(config.rope_parameters),

@@ -11,7 +11,7 @@ import hashlib
 import torch
 from torch import Tensor, nn
 
-from blockdraft.models.config import DraftConfig
+from blockdraft.draft_config import DraftConfig
 
 
 class DraftVocabulary(nn.Module):

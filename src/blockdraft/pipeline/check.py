@@ -7,10 +7,10 @@ from typing import Any
 
 from blockdraft.checkpoints.store import read_checkpoint
 from blockdraft.pipeline.loading import verifier_for
-from blockdraft.serving.support import served_by_engine
 from blockdraft.settings import CheckSettings
 from blockdraft.verifiers.hub import is_gguf
 from blockdraft.verifiers.identity import read_identity
+from blockdraft.vllm_plugin.support import served_by_engine
 
 
 def check(settings: CheckSettings) -> dict[str, Any]:
@@ -30,10 +30,10 @@ def check(settings: CheckSettings) -> dict[str, Any]:
         compared, matrices = True, contract.verifier.matrices_comparable(identity)
     return {
         "checkpoint": str(settings.checkpoint),
-        "method": contract.method,
-        "proposes up to": contract.default_k,
-        "taps": list(contract.tap_ids),
-        "draft vocabulary": contract.draft_vocab_size,
+        "method": contract.draft.method,
+        "proposes up to": contract.draft.num_speculative_tokens,
+        "taps": list(contract.draft.target_layer_ids),
+        "draft vocabulary": contract.draft.draft_vocab_size,
         "tensors": len(found.tensors),
         "parameters": sum(t.numel() for t in found.tensors.values() if t.is_floating_point()),
         "verifier": name,

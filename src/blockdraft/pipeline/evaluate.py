@@ -24,7 +24,7 @@ def evaluate(settings: EvaluateSettings) -> dict[str, Any]:
     """Evaluate a checkpoint; the result is one JSON-ready object whose `failures` say what was not proved."""
     conversations = heldout_or_file(settings.data_path, settings.workload, settings.max_prompts)
     pair = load_pair(settings)
-    ks = settings.k or tuple(range(1, pair.contract.default_k + 1))
+    ks = settings.k or tuple(range(1, pair.contract.draft.num_speculative_tokens + 1))
     for k in ks:
         pair.contract.require_k(k)
     require_confidence(pair, settings.confidence_threshold)
@@ -36,7 +36,7 @@ def evaluate(settings: EvaluateSettings) -> dict[str, Any]:
     result: dict[str, Any] = {
         "checkpoint": str(settings.checkpoint),
         "verifier": pair.verifier.identity.name,
-        "method": pair.contract.method,
+        "method": pair.contract.draft.method,
         "dtype": dtype_name(pair.verifier.dtype),
         "machine": machine_description(pair.verifier.device),
         "prompts": len(prompts),

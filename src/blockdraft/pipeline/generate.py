@@ -54,7 +54,7 @@ def conversations_of(settings: GenerateSettings) -> list[Messages]:
 
 def _in_process(settings: GenerateSettings, conversations: list[Messages], show: Show | None) -> dict[str, Any]:
     pair = load_pair(settings)
-    k = pair.contract.default_k if settings.k is None else settings.k
+    k = pair.contract.draft.num_speculative_tokens if settings.k is None else settings.k
     if k:
         pair.contract.require_k(k)
     require_confidence(pair, settings.confidence_threshold)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +14,10 @@ from blockdraft.data.conversations import Messages
 from blockdraft.data.prompts import encode_prompt, read_prompts
 from blockdraft.data.templates import ChatMode
 from blockdraft.data.workloads import workload_prompts
+from blockdraft.decoding.engine import Reply
 from blockdraft.errors import InputError
 from blockdraft.models.block_draft import BlockDraft
+from blockdraft.progress import LOGGER
 from blockdraft.runtime import has_fast_bfloat16, limit_threads, resolve_device, resolve_dtype
 from blockdraft.settings import CheckpointSettings, VerifierSettings
 from blockdraft.verifiers.base import Verifier
@@ -47,6 +50,15 @@ class Pair:
     contract: Contract
     mode: ChatMode = ChatMode()
     trust_remote_code: bool = False
+
+    def encode(self, prompts: Sequence[str | Messages]) -> list[list[int]]:
+        """Prompts as token ids by the verifier's chat template: questions of a user, or conversations."""
+        asked = [[{"role": "user", "content": each}] if isinstance(each, str) else each for each in prompts]
+        return encode_all(self.verifier, asked, self.mode)
+
+    def text(self, reply: Reply) -> str:
+        """The text of a reply."""
+        return str(self.verifier.tokenizer.decode(reply.tokens, skip_special_tokens=True))
 
     def exact_verifier(self) -> Verifier:
         """The verifier in float32, loaded anew if it computes in something else."""
@@ -83,15 +95,22 @@ def trained_dtype(name: str, contract: Contract, device: str) -> torch.dtype:
     return torch.bfloat16 if contract.compute_dtype == "bfloat16" and has_fast_bfloat16(device) else torch.float32
 
 
-def load_pair(settings: CheckpointSettings) -> Pair:
-    """Load a checkpoint and its verifier; "auto" is the dtype the draft was trained in, where the device has it."""
-    device = resolve_device(settings.device)
+def load_pair(settings: CheckpointSettings, verifier: Verifier | None = None) -> Pair:
+    """Load a checkpoint and its verifier; "auto" is the dtype the draft was trained in, where the device has it.
+
+    Args:
+        verifier: one that is loaded already; the draft takes its dtype and device.
+    """
     limit_threads(settings.threads)
-    contract = read_contract(settings.checkpoint)
-    name, revision = verifier_for(contract, settings.verifier_name_or_path, settings.revision)
-    dtype = trained_dtype(settings.dtype, contract, device)
-    verifier = load_verifier(name, dtype, device, settings.trust_remote_code, revision)
-    draft, contract = load_draft(settings.checkpoint, verifier, dtype)
+    if verifier is None:
+        device = resolve_device(settings.device)
+        contract = read_contract(settings.checkpoint)
+        name, revision = verifier_for(contract, settings.verifier_name_or_path, settings.revision)
+        dtype = trained_dtype(settings.dtype, contract, device)
+        verifier = load_verifier(name, dtype, device, settings.trust_remote_code, revision)
+    draft, contract = load_draft(settings.checkpoint, verifier, verifier.dtype)
+    where = (verifier.dtype, verifier.device)
+    LOGGER.debug("draft %s (%s) loaded in %s on %s", settings.checkpoint, contract.draft.method, *where)
     mode = chat_mode_of(settings.checkpoint, settings.thinking)
     return Pair(verifier, draft, contract, mode, settings.trust_remote_code)
 

@@ -18,13 +18,13 @@ from blockdraft.errors import InputError
 from blockdraft.ops.acceptance import AcceptanceCounts, Round
 from blockdraft.pipeline.loading import Pair, encode_all, heldout_or_file, load_pair, verifier_for
 from blockdraft.pipeline.serve import servable_verifier
-from blockdraft.progress import progress, say
+from blockdraft.progress import progress, say, warn
 from blockdraft.runtime import dtype_name, machine_description
 from blockdraft.serving.client import EngineClient, Served
 from blockdraft.serving.launcher import (
     engine_environment,
     needs_v1_runner,
-    on_processors,
+    on_cpu,
     require_plugin,
     speculative_config,
 )
@@ -40,10 +40,10 @@ from blockdraft.serving.parity import (
     within,
     without_padding,
 )
-from blockdraft.serving.plugin import require_servable
-from blockdraft.serving.record import Blocks, read
-from blockdraft.serving.support import require_hidden_states
 from blockdraft.settings import ParitySettings, SamplingSettings, resolved
+from blockdraft.vllm_plugin.record import Blocks, read
+from blockdraft.vllm_plugin.servable import require_servable
+from blockdraft.vllm_plugin.support import require_hidden_states
 
 LONGEST_PROMPT = 2048  # tokens of the prompt that is made to be longer than a window
 
@@ -54,9 +54,9 @@ def parity(settings: ParitySettings) -> dict[str, Any]:
     pair = load_pair(settings)
     if not settings.endpoint:
         verifier = servable_verifier(pair.contract, settings.verifier_name_or_path)
-        require_hidden_states(verifier, pair.contract.verifier.architecture, pair.contract.tap_ids)
+        require_hidden_states(verifier, pair.contract.verifier.architecture, pair.contract.draft.target_layer_ids)
     prompts = encode_all(pair.verifier, conversations, pair.mode)
-    ks, context = settings.k or (pair.contract.default_k,), pair.verifier.context_length
+    ks, context = settings.k or (pair.contract.draft.num_speculative_tokens,), pair.verifier.context_length
     if settings.endpoint:
         served_k, longest = _ask_server(settings.endpoint, settings, prompts[0])
         ks, context = (served_k,), min(context, longest or context)
@@ -64,7 +64,7 @@ def parity(settings: ParitySettings) -> dict[str, Any]:
         pair.contract.require_k(k)
     prompts, unreached = past_windows(prompts, pair, settings.max_new_tokens, context)
     if unreached:
-        say(
+        warn(
             f"no text here goes past the window of {' and '.join(str(window) for window in unreached)} positions: "
             "give longer prompts (--data-path), or longer replies (--max-new-tokens)"
         )
@@ -78,7 +78,7 @@ def parity(settings: ParitySettings) -> dict[str, Any]:
     results = {str(k): stage.compare(k, decoded) for k, decoded in zip(ks, served, strict=True)}
     return {
         "checkpoint": str(settings.checkpoint),
-        "method": pair.contract.method,
+        "method": pair.contract.draft.method,
         "dtype": dtype_name(pair.verifier.dtype),
         "prompts": len(prompts),
         "windows_not_passed": unreached,
@@ -211,10 +211,10 @@ class _Stage:
         settings = self.settings
         if settings.endpoint:
             return [self._from_server(settings.endpoint)]
-        cpu = on_processors()
+        cpu = on_cpu()
         v1_runner = needs_v1_runner(self.pair.contract, cpu)
         require_plugin()
-        require_servable(self.pair.draft.config, self.pair.contract, v1_runner)
+        require_servable(self.pair.contract, v1_runner)
         say(f"vLLM decodes with K={', '.join(str(k) for k in ks)}")
         requests = [self._request(k, v1_runner) for k in ks]
         return decode(requests, engine_environment(settings.threads, cpu, v1_runner))
@@ -230,7 +230,7 @@ class _Stage:
             dtype=dtype_name(self.pair.verifier.dtype),
             max_num_seqs=settings.max_num_seqs,
             # Blocks reach beyond the last token, and the engine stops drafting where its context ends.
-            max_model_len=min(room + 2 * contract.block_size, self.pair.verifier.context_length),
+            max_model_len=min(room + 2 * contract.draft.block_size, self.pair.verifier.context_length),
             speculative=speculative_config(settings.checkpoint.resolve(), contract, k, v1_runner),
             engine=DETAILED | self._origin() | ({} if settings.compile else {"enforce_eager": True}),
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 from blockdraft.data.encoding import Encoder
 from blockdraft.data.preparation import Preparation
-from blockdraft.data.readers import file_digest, pinned
+from blockdraft.data.readers import pinned, source_digest
 from blockdraft.data.record import read_record
 from blockdraft.data.sources import Source, parse_sources
 from blockdraft.data.table import RECORD, REJECTS
@@ -108,7 +108,7 @@ def _facts(settings: PrepareSettings, sources: Sequence[Source], text_side: Text
         "format": FORMAT,
         "sources": {
             source.name: {
-                "content": file_digest(source),
+                "content": source_digest(source),
                 "revision": source.revision,
                 "split": source.split,
                 "count": source.count,

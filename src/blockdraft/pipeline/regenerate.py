@@ -22,17 +22,17 @@ from blockdraft.data.record import read_record
 from blockdraft.data.requests import Request, next_request, with_replies
 from blockdraft.data.table import RECORD, REJECTS, TABLE, flat, read_table, write_rows
 from blockdraft.data.templates import ChatTemplate, truncated
-from blockdraft.decoding.regenerate import write_replies
 from blockdraft.errors import BlockdraftError, InputError
 from blockdraft.files import locked, replacing, require_free, write_json
 from blockdraft.fingerprint import file_hash, fingerprint
 from blockdraft.pipeline.loading import verifier_of
 from blockdraft.pipeline.prepare import chat_template, made_before
-from blockdraft.progress import say
+from blockdraft.progress import warn
+from blockdraft.responses.in_process import write_replies
+from blockdraft.responses.probe import PROMPTS, require_author
+from blockdraft.responses.server import Server, find_server
+from blockdraft.responses.server import write_replies as ask_for_replies
 from blockdraft.runtime import dtype_name
-from blockdraft.serving.probe import PROMPTS, require_author
-from blockdraft.serving.replies import Server, find_server
-from blockdraft.serving.replies import write_replies as ask_for_replies
 from blockdraft.settings import RegenerateSettings, SamplingSettings
 from blockdraft.verifiers.base import Verifier
 from blockdraft.verifiers.hub import is_gguf
@@ -73,18 +73,25 @@ def _regenerate(settings: RegenerateSettings, verifier: Verifier | None) -> dict
     if (made := made_before(settings.save_path, facts)) is not None:
         return made
     require_free(settings.save_path, "--save-path", own=_JOURNAL)
+    for earlier in settings.save_path.glob(f"{_JOURNAL}*.jsonl"):
+        raise InputError(
+            "--save-path",
+            earlier,
+            "an earlier version began this run; finish it with that version, or delete this file",
+        )
     context = None if server is not None or verifier is None else verifier.context_length
     run = _Run(settings, prepared, text_side, fingerprint(facts), context)
-    if server is None:
-        assert verifier is not None
-        sampling = SamplingSettings(
-            max_new_tokens=settings.max_new_tokens, temperature=settings.temperature, top_k=settings.top_k,
-            top_p=settings.top_p, seed=settings.seed,
-        )  # fmt: skip
-        run.write(lambda asked: write_replies(verifier, asked, sampling, settings.batch_size, run.journal))
-    else:
-        run.write(lambda asked: ask_for_replies(server, asked, run.template, settings, run.journal))
-    return {**run.finish(facts), "folder": str(settings.save_path)}
+    with contextlib.closing(run.journal):
+        if server is None:
+            assert verifier is not None
+            sampling = SamplingSettings(
+                max_new_tokens=settings.max_new_tokens, temperature=settings.temperature, top_k=settings.top_k,
+                top_p=settings.top_p, seed=settings.seed,
+            )  # fmt: skip
+            run.write(lambda asked: write_replies(verifier, asked, sampling, settings.batch_size, run.journal))
+        else:
+            run.write(lambda asked: ask_for_replies(server, asked, run.template, settings, run.journal))
+        return {**run.finish(facts), "folder": str(settings.save_path)}
 
 
 def _require_same_text(settings: RegenerateSettings, facts: dict[str, Any], text_side: TextSide) -> None:
@@ -108,12 +115,12 @@ def _author(
             "a server reads a folder; unpack it with blockdraft convert and name that folder",
         )  # fmt: skip
     if not settings.probe:
-        say(f"{server.model} at {server.url} was not probed: the data will have an unknown author")
+        warn(f"{server.model} at {server.url} was not probed: the data will have an unknown author")
         return None
     try:
         exact = verifier_of(dataclasses.replace(settings, dtype="float32"))
     except (InputError, MemoryError) as error:
-        say(f"{server.model} at {server.url} cannot be probed, the data will have an unknown author: {error}")
+        warn(f"{server.model} at {server.url} cannot be probed, the data will have an unknown author: {error}")
         return None
     template = chat_template(text_side, facts)
     require_author(
@@ -188,9 +195,9 @@ class _Run:
         facts = prepared["facts"]
         self.template: ChatTemplate = chat_template(text_side, facts)
         self.limits = facts["max_source_length"], facts["max_length"]
-        self.journal = Journal(settings.save_path / f"{_JOURNAL}{request}.jsonl")
         self.rejected: dict[str, tuple[str, RowError]] = {}
         self.items = list(self._items())
+        self.journal = Journal(settings.save_path / f"{_JOURNAL}{request}.db")
 
     def _items(self) -> Iterator[_Item]:
         names = ["id", "part", "source", "key", "conversation"]
@@ -252,6 +259,7 @@ class _Run:
             ]
             (folder / REJECTS).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
             write_json(folder / RECORD, record)
+            self.journal.close()
         return record
 
     def _rows(self) -> Iterator[dict[str, Any]]:

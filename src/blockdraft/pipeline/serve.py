@@ -48,7 +48,7 @@ def _self_test(settings: ServeSettings, plan: Launch) -> Callable[[], None]:
         say("blockdraft: self-test, the verifier alone")
         with running(without_draft(plan, settings.port), Path(folder) / "log.txt"):
             plain = measure(plan.url, prompts)
-    k = read_contract(settings.checkpoint).default_k if settings.k is None else settings.k
+    k = read_contract(settings.checkpoint).draft.num_speculative_tokens if settings.k is None else settings.k
 
     def compare() -> None:
         say("blockdraft: self-test, with the draft")
@@ -76,7 +76,9 @@ def planned(settings: ServeSettings) -> Launch:
     by_load = read_steps(settings.k_by_load, contract)
     if by_load and settings.k is not None:
         raise InputError("--k", settings.k, "--k-by-load says it already; leave one out")
-    k = max(k for _, k in by_load) if by_load else contract.default_k if settings.k is None else settings.k
+    k = contract.draft.num_speculative_tokens if settings.k is None else settings.k
+    if by_load:
+        k = max(k for _, k in by_load)
     contract.require_k(k)
     if settings.data_path is not None and not settings.self_test:
         raise InputError("--data-path", settings.data_path, "belongs to --self-test")
@@ -87,7 +89,6 @@ def planned(settings: ServeSettings) -> Launch:
     origin = [*(("--revision", revision) if revision else ()), *(("--trust-remote-code",) * settings.trust_remote_code)]
     return launch(
         settings.checkpoint.resolve(),
-        found.config,
         contract,
         verifier,
         k=k,

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import re
+import contextlib
+import os
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx2 as httpx
 
 from blockdraft.errors import BlockdraftError, InputError
+
+if TYPE_CHECKING:  # importing it takes a second, which commands that ask no server need not wait
+    from openai import OpenAI
 
 COUNTERS = {
     "drafts": "vllm:spec_decode_num_drafts_total",
@@ -34,9 +38,29 @@ NEUTRAL = {
 }
 OPENAI = ("temperature", "top_p", "presence_penalty", "frequency_penalty")  # of these, what any server knows
 TIMEOUT_SECONDS = 600.0  # for one request: a long reply on a processor
+KEY = "OPENAI_API_KEY"
 
 
-def served_model(http: httpx.Client, kind: str, endpoint: str, wanted: str | None) -> dict[str, Any]:
+def connect(url: str, timeout: float) -> OpenAI:
+    """A client of the server at an address that tries once; proxies are for other machines."""
+    from openai import OpenAI
+
+    http = httpx.Client(trust_env=False)
+    return OpenAI(base_url=f"{url}/v1", api_key=api_key(), timeout=timeout, max_retries=0, http_client=http)
+
+
+def api_key() -> str:
+    """The key that is sent along; servers without keys take any."""
+    return os.environ.get(KEY) or "none"
+
+
+def line_of(error: Exception) -> str:
+    """What went wrong, in a line: for a lost connection, how it was lost."""
+    cause = error.__cause__ or error
+    return (str(cause).splitlines() or [type(cause).__name__])[0][:200]
+
+
+def served_model(client: OpenAI, kind: str, endpoint: str, wanted: str | None) -> dict[str, Any]:
     """A model that a server serves: its `id`, `owned_by` and `max_model_len` (None where the server does not say).
 
     Args:
@@ -46,15 +70,16 @@ def served_model(http: httpx.Client, kind: str, endpoint: str, wanted: str | Non
         InputError: nobody answers there, or nobody who speaks the interface of a server of this kind; or it serves no
             such model, or several and none is named.
     """
+    from openai import OpenAIError
+
     try:
-        entries = http.get("/v1/models").raise_for_status().json()["data"]
+        entries = client.models.with_raw_response.list().http_response.json()["data"]
         models = {str(entry["id"]): entry for entry in entries}
         named = {name: (entry.get("owned_by"), entry.get("max_model_len")) for name, entry in models.items()}
         if not models:
             raise ValueError("it serves no model")
-    except (httpx.HTTPError, KeyError, TypeError, ValueError, AttributeError) as error:
-        line = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        raise InputError("--endpoint", endpoint, f"no {kind} server answers there ({line})") from None
+    except (OpenAIError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError("--endpoint", endpoint, f"no {kind} server answers there ({line_of(error)})") from None
     if wanted is None and len(models) > 1:
         raise InputError("--model", "missing", f"{endpoint} serves several; name one of {', '.join(models)}")
     if wanted is not None and wanted not in models:
@@ -92,8 +117,8 @@ class EngineClient:
 
     def __init__(self, url: str, model: str | None = None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._http = httpx.Client(base_url=self.url, timeout=TIMEOUT_SECONDS, trust_env=False)
-        found = served_model(self._http, "vLLM", url, model)
+        self._client = connect(self.url, TIMEOUT_SECONDS)
+        found = served_model(self._client, "vLLM", url, model)
         self.model: str = found["id"]
         self.max_model_len: int | None = found["max_model_len"]
 
@@ -101,7 +126,7 @@ class EngineClient:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._http.close()
+        self._client.close()
 
     def complete(self, prompt: list[int], stop_ids: list[int], **sampling: Any) -> Served:
         """Decode one prompt of token ids.
@@ -110,27 +135,22 @@ class EngineClient:
             sampling: max_tokens, temperature, top_p, top_k, seed, stop, ignore_eos; what is left out is neutral,
                 whatever the verifier's generation_config.json says.
         """
-        answer = self._post(_body(prompt, stop_ids, sampling)).json()
+        answer = self._completion(prompt, stop_ids, sampling)
         choice = answer["choices"][0]
-        measured = (answer.get("metrics") or {}).get("speculative_decoding") or {}
-        return Served(answer["id"], list(choice["token_ids"]), list(measured.get("per_step_accepted") or []))
+        return Served(
+            answer["id"], list(choice["token_ids"]), list(_speculation(answer).get("per_step_accepted") or [])
+        )
 
     def stream(self, prompt: list[int], stop_ids: list[int], **sampling: Any) -> Iterator[list[int]]:
         """Token ids of one reply, as many at a time as the server sends."""
-        body = {"model": self.model, "stream": True, **_body(prompt, stop_ids, sampling)}
-        with self._http.stream("POST", "/v1/completions", json=body) as answer:
-            if answer.is_error:
-                answer.read()
-                raise self._failure(answer)
-            for line in answer.iter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
-                    continue
-                event = json.loads(line[len("data: ") :])
-                if "error" in event:
-                    raise BlockdraftError(f"the server at {self.url} stopped: {event['error'].get('message')}")
-                for choice in event["choices"]:
-                    if choice.get("token_ids"):
-                        yield list(choice["token_ids"])
+        fields = _fields(stop_ids, sampling)
+        with self._one_line(), self._client.completions.create(
+            model=self.model, prompt=prompt, stream=True, extra_body=fields
+        ) as answer:  # fmt: skip
+            for event in answer:
+                for choice in event.choices:
+                    if tokens := (choice.model_extra or {}).get("token_ids"):
+                        yield list(tokens)
 
     def num_speculative_tokens(self, prompt: list[int]) -> int | None:
         """Tokens that the server proposes a round; None: it has no draft, or does not say.
@@ -138,30 +158,47 @@ class EngineClient:
         Args:
             prompt: any that it reads.
         """
-        answer = self._post(_body(prompt, [], {"max_tokens": 2, "temperature": 0, "ignore_eos": True})).json()
-        measured = (answer.get("metrics") or {}).get("speculative_decoding") or {}
-        return measured.get("num_spec_tokens")
+        answer = self._completion(prompt, [], {"max_tokens": 2, "temperature": 0, "ignore_eos": True})
+        return _speculation(answer).get("num_spec_tokens")
 
     def counters(self) -> dict[str, int]:
         """The engine's own counts of drafts, proposed and accepted tokens since it started; 0 without a draft."""
-        text = self._http.get("/metrics").raise_for_status().text
-        return {
-            name: int(sum(float(value) for value in re.findall(rf"^{re.escape(metric)}(?:{{.*}})? (\S+)$", text, re.M)))
-            for name, metric in COUNTERS.items()
-        }
+        from prometheus_client.parser import text_string_to_metric_families
 
-    def _post(self, body: dict[str, Any]) -> httpx.Response:
-        answer = self._http.post("/v1/completions", json={"model": self.model, **body})
-        if answer.is_error:
-            raise self._failure(answer)
-        return answer
+        totals: Counter[str] = Counter()
+        with self._one_line():
+            text = httpx.get(f"{self.url}/metrics", timeout=TIMEOUT_SECONDS, trust_env=False).raise_for_status().text
+            for family in text_string_to_metric_families(text):
+                for sample in family.samples:
+                    totals[sample.name] += int(sample.value)
+        return {name: totals[metric] for name, metric in COUNTERS.items()}
 
-    def _failure(self, answer: httpx.Response) -> BlockdraftError:
-        return BlockdraftError(f"the server at {self.url} refused ({answer.status_code}): {answer.text[:300]}")
+    def _completion(self, prompt: list[int], stop_ids: list[int], sampling: dict[str, Any]) -> dict[str, Any]:
+        """The answer as it came: openai's types do not have vLLM's fields."""
+        create = self._client.completions.with_raw_response.create
+        with self._one_line():
+            answer = create(model=self.model, prompt=prompt, extra_body=_fields(stop_ids, sampling))
+            return dict(answer.http_response.json())
+
+    @contextlib.contextmanager
+    def _one_line(self) -> Iterator[None]:
+        from openai import APIError, APIStatusError
+
+        try:
+            yield
+        except APIStatusError as error:
+            said = f"({error.status_code}): {error.response.text[:300]}"
+            raise BlockdraftError(f"the server at {self.url} refused {said}") from None
+        except (APIError, httpx.HTTPError, ValueError) as error:
+            raise BlockdraftError(f"the server at {self.url} stopped: {line_of(error)}") from None
 
 
-def _body(prompt: list[int], stop_ids: list[int], sampling: dict[str, Any]) -> dict[str, Any]:
-    return {**NEUTRAL, "prompt": prompt, "return_token_ids": True, "stop_token_ids": stop_ids, **sampling}
+def _speculation(answer: dict[str, Any]) -> dict[str, Any]:
+    return (answer.get("metrics") or {}).get("speculative_decoding") or {}
+
+
+def _fields(stop_ids: list[int], sampling: dict[str, Any]) -> dict[str, Any]:
+    return {**NEUTRAL, "return_token_ids": True, "stop_token_ids": stop_ids, **sampling}
 
 
 def wait_until_ready(url: str, alive: Any, seconds: float) -> None:

@@ -16,12 +16,12 @@ from typing import Any
 
 from blockdraft.contract import Contract
 from blockdraft.errors import InputError
-from blockdraft.models.config import DraftConfig
+from blockdraft.presets import vllm_method_of
 from blockdraft.serving.cpu_wheel import NAME, WHEEL, installed
 from blockdraft.serving.load import Steps, engine_ranges
-from blockdraft.serving.plugin import is_known, require_servable, unknown_engine
-from blockdraft.serving.record import RECORD_PATH
-from blockdraft.serving.support import T5GEMMA2, require_hidden_states
+from blockdraft.vllm_plugin.record import RECORD_PATH
+from blockdraft.vllm_plugin.servable import engine_method, is_known, require_servable, unknown_engine
+from blockdraft.vllm_plugin.support import T5GEMMA2, require_hidden_states
 
 OURS = ("--speculative-config", "-sc", "--model", "--tokenizer", "--dtype", "--host", "--port")
 PLUGIN_GROUP, PLUGIN = "vllm.general_plugins", "blockdraft"
@@ -52,7 +52,7 @@ def require_engine() -> str:
     version = installed(NAME)
     if version is None and wheel is None:
         raise InputError(
-            "vllm", "not installed", "run `pip install 'blockdraft[serve]'` (CUDA) or `make serve-cpu` (processors)"
+            "vllm", "not installed", "run `pip install 'blockdraft[serve]'` (CUDA) or `make serve-cpu` (CPU)"
         )
     if version is None:
         raise InputError(
@@ -63,14 +63,9 @@ def require_engine() -> str:
     return version
 
 
-def on_processors() -> bool:
-    """Whether the installed engine is the one for processors."""
+def on_cpu() -> bool:
+    """Whether the installed engine is the one for CPUs."""
     return "cpu" in require_engine()
-
-
-def method_of(contract: Contract, v1_runner: bool) -> str:
-    """The engine's method for a draft: its own dspark where the runner has it, else dflash."""
-    return "dspark" if contract.method == "dspark" and not v1_runner else "dflash"
 
 
 def speculative_config(
@@ -83,14 +78,14 @@ def speculative_config(
     """
     config: dict[str, object] = {
         "model": str(folder),
-        "method": method_of(contract, v1_runner),
+        "method": engine_method(contract, v1_runner),
         "num_speculative_tokens": k,
     }
     return config | ({"num_speculative_tokens_per_batch_size": engine_ranges(by_load)} if by_load else {})
 
 
 def engine_environment(threads: int, cpu: bool, v1_runner: bool) -> dict[str, str]:
-    """Variables for the engine: quiet threads on processors, the runner that the draft needs, no usage report."""
+    """Variables for the engine: quiet threads on CPUs, the runner that the draft needs, no usage report."""
     variables = {"VLLM_NO_USAGE_STATS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
     if cpu:
         # Bound to cores, two engines (or an engine and its client) would be bound to the same ones.
@@ -105,14 +100,14 @@ def engine_environment(threads: int, cpu: bool, v1_runner: bool) -> dict[str, st
 
 
 def needs_v1_runner(contract: Contract, cpu: bool) -> bool:
-    """Whether the engine must use (processors: uses) its V1 runner for this draft."""
-    plain = contract.method in ("dflash", "dspark") and contract.sequential_head in ("none", "markov")
-    return cpu or not plain or contract.verifier.architecture == T5GEMMA2
+    """Whether the engine must use (CPUs: uses) its V1 runner for this draft."""
+    draft = contract.draft
+    known = vllm_method_of(draft.method) is not None and draft.sequential_head in ("none", "markov")
+    return cpu or not known or contract.verifier.architecture == T5GEMMA2
 
 
 def launch(
     folder: Path,
-    config: DraftConfig,
     contract: Contract,
     verifier: str,
     *,
@@ -131,11 +126,11 @@ def launch(
     Args:
         template_options: what requests tell the chat template unless they say otherwise, such as not to think.
     """
-    cpu = on_processors()
+    cpu = on_cpu()
     v1_runner = needs_v1_runner(contract, cpu)
     require_plugin()
-    require_servable(config, contract, v1_runner)
-    require_hidden_states(verifier, contract.verifier.architecture, contract.tap_ids)
+    require_servable(contract, v1_runner)
+    require_hidden_states(verifier, contract.verifier.architecture, contract.draft.target_layer_ids)
     for argument in engine_arguments:
         if argument.split("=")[0] in OURS:
             raise InputError(argument, "engine flag", "blockdraft serve sets it itself; use its own flags")
@@ -154,9 +149,10 @@ def launch(
     if record is not None:
         environment[RECORD_PATH] = str(record.resolve())
     url = f"http://{host}:{port}"
-    kinds = sorted({"full" if window is None else f"sliding {window}" for window in config.windows})
+    kinds = sorted({"full" if window is None else f"sliding {window}" for window in contract.draft.windows})
     summary = (
-        f"serving {verifier} in {dtype} with a {contract.method} draft (engine method {speculative['method']}), K={k}"
+        f"serving {verifier} in {dtype} with a {contract.draft.method} draft "
+        f"(engine method {speculative['method']}), K={k}"
         + "".join(f", {smaller} above {most} requests at once" for most, smaller in _changes(by_load))
         + ", "
         f"context {' and '.join(kinds)}, "

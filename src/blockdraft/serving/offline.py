@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from blockdraft.errors import BlockdraftError
-from blockdraft.progress import say
+from blockdraft.progress import warn
 from blockdraft.serving.client import COUNTERS, Served
 from blockdraft.serving.engine_log import cause
-from blockdraft.serving.record import RECORD_PATH, Blocks, read
+from blockdraft.vllm_plugin.record import RECORD_PATH, Blocks, read
 
 LOG_LINES = 15
 DETAILED = {"per_request_spec_decode_metrics": "detailed"}
@@ -81,7 +81,7 @@ def decode(requests: Sequence[Request], environment: dict[str, str]) -> list[Dec
         answers = [_answer_path(folder, index) for index in range(len(requests))]
         if done.returncode or not all(answer.is_file() for answer in answers):
             lines = (done.stdout + "\n" + done.stderr).strip().splitlines()
-            say("\n".join(lines[-LOG_LINES:]))
+            warn("\n".join(lines[-LOG_LINES:]))
             raise BlockdraftError(f"vLLM failed: {cause(lines, done.returncode)}")
         results = []
         for index, answer in enumerate(answers):

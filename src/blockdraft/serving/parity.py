@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from blockdraft.decoding.identity import Difference, first_difference
 from blockdraft.serving.client import Served
-from blockdraft.serving.record import Blocks
+from blockdraft.vllm_plugin.record import Blocks
 
 PROPOSED, AGREED = "proposed tokens", "agreed tokens"
 STAGES = ("text", PROPOSED, AGREED, "engine counters")

@@ -5,7 +5,7 @@ result are made from these classes, so that a name or default cannot differ betw
 recipe file, then default. Values are checked where they are made, before any work.
 """
 
-from blockdraft.settings.base import build, flag_name, read_recipe, resolved
+from blockdraft.settings.base import build, flag_name, identity, read_recipe, resolved
 from blockdraft.settings.common import (
     CheckpointSettings,
     ComputeSettings,
@@ -14,13 +14,12 @@ from blockdraft.settings.common import (
     VerifierSettings,
 )
 from blockdraft.settings.data import TRAIN_DATA_RATIO, ConvertSettings, PrepareSettings, RegenerateSettings
-from blockdraft.settings.draft import DEFAULT_LOSS, DEFAULT_NUM_TAPS, DraftSettings, ObjectiveSettings
+from blockdraft.settings.draft import DEFAULT_NUM_TAPS, DraftSettings, ObjectiveSettings
 from blockdraft.settings.serving import CheckSettings, ParitySettings, ServeSettings
 from blockdraft.settings.training import StatesSettings, TrainSettings
 from blockdraft.settings.using import EvaluateSettings, GenerateSettings, QuickstartSettings
 
 __all__ = [
-    "DEFAULT_LOSS",
     "DEFAULT_NUM_TAPS",
     "TRAIN_DATA_RATIO",
     "CheckSettings",
@@ -43,6 +42,7 @@ __all__ = [
     "VerifierSettings",
     "build",
     "flag_name",
+    "identity",
     "read_recipe",
     "resolved",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import math
 import types
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 
 from blockdraft.errors import InputError
 from blockdraft.files import read_text, reading, reason
+from blockdraft.progress import warn
 
 S = TypeVar("S")
 _INT_LIMIT = 2**31 - 1
@@ -47,26 +49,54 @@ class Range:
         return "must be " + " and ".join(part for part in (low, high) if part)
 
 
-def setting(default: Any, help: str, *, argument: bool = False, each: str | None = None, **limits: float) -> Any:
+def setting(
+    default: Any,
+    help: str,
+    *,
+    argument: bool = False,
+    identifies: bool = True,
+    formerly: str | None = None,
+    each: str | None = None,
+    **limits: float,
+) -> Any:
     """A field with its help text.
 
     Args:
         argument: it stands on the command line without a flag.
+        identifies: it changes the result; False for what says where, how fast or how often.
+        formerly: its name in the version before, which still works and warns.
         each: pattern of the values of a tuple of texts, of which several may follow one flag.
         limits: `Range` of a number, or of each number of a tuple.
     """
-    metadata = {"help": help, "argument": argument, "each": each, "range": Range(**limits) if limits else None}
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(
+        default=default, metadata=_metadata(help, argument, identifies, formerly=formerly, each=each, limits=limits)
+    )
 
 
-def required(help: str, *, argument: bool = False) -> Any:
+def required(help: str, *, argument: bool = False, identifies: bool = True) -> Any:
     """A field that must be given."""
-    return dataclasses.field(metadata={"help": help, "argument": argument, "range": None})
+    return dataclasses.field(metadata=_metadata(help, argument, identifies))
 
 
 def unparsed(help: str) -> Any:
     """A field for the command-line words that are none of the command's own flags."""
-    return dataclasses.field(default=(), metadata={"help": help, "argument": True, "unparsed": True, "range": None})
+    return dataclasses.field(default=(), metadata=_metadata(help, True, True, unparsed=True))
+
+
+def _metadata(
+    help: str,
+    argument: bool,
+    identifies: bool,
+    *,
+    unparsed: bool = False,
+    formerly: str | None = None,
+    each: str | None = None,
+    limits: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    return {
+        "help": help, "argument": argument, "identifies": identifies, "unparsed": unparsed, "formerly": formerly,
+        "each": each, "range": Range(**limits) if limits else None,
+    }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +150,23 @@ def check(condition: bool, field: str, value: object, remedy: str) -> None:
 def resolved(settings: Any) -> dict[str, Any]:
     """The settings as plain JSON values, to be written beside a result."""
     return {field.name: _plain(getattr(settings, field.name)) for field in dataclasses.fields(settings)}
+
+
+def identity(settings: Any) -> dict[str, Any]:
+    """Those of `resolved` that change the result."""
+    kept = {field.name for field in dataclasses.fields(settings) if field.metadata["identifies"]}
+    return {name: value for name, value in resolved(settings).items() if name in kept}
+
+
+def former_names(cls: type) -> dict[str, str]:
+    """Present names of fields by those that they had in the version before."""
+    fields = dataclasses.fields(cls)
+    return {field.metadata["formerly"]: field.name for field in fields if field.metadata["formerly"]}
+
+
+def warn_renamed(old: str, new: str) -> None:
+    """Say that a name will go."""
+    warn(f"{old} is called {new} now; the old name works in this version only")
 
 
 def _plain(value: Any) -> Any:
@@ -177,13 +224,16 @@ def _check_text(text: str, where: str) -> None:
 def build(cls: type[S], flags: Mapping[str, Any], recipe: Path | None = None) -> S:
     """Make settings from flags (None: not given) over a recipe file over defaults.
 
-    A flag's value may be the text that stood on the command line.
+    A flag's value may be the text that stood on the command line, and one value of a setting that takes several.
 
     Raises:
         InputError: an unknown key, a value of the wrong type, or a required setting that nobody gave.
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     hints = type_hints(cls)
+    for name in flags.keys() - fields.keys():
+        near = difflib.get_close_matches(name, fields, 1) or sorted(fields)
+        raise InputError(name, flags[name], f"unknown setting; did you mean {', '.join(near)}?")
     given = {
         name: _from_flag(value, hints[name], spelling(fields[name]))
         for name, value in flags.items()
@@ -199,7 +249,8 @@ def build(cls: type[S], flags: Mapping[str, Any], recipe: Path | None = None) ->
 def _from_flag(value: Any, hint: Any, where: str) -> Any:
     wanted, several = value_type(hint)
     if several:
-        return tuple(_parsed(item, wanted, where) for item in value)
+        items = value if isinstance(value, list | tuple) else (value,)
+        return tuple(_parsed(item, wanted, where) for item in items)
     return _parsed(value, wanted, where)
 
 
@@ -230,10 +281,13 @@ def read_recipe(path: Path, cls: type) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise InputError("--config", path, "must be a mapping of settings to values")
     hints = type_hints(cls)
-    known = {field.name for field in dataclasses.fields(cls)}
+    known, former = {field.name for field in dataclasses.fields(cls)}, former_names(cls)
     values: dict[str, Any] = {}
     for key, value in raw.items():
         name = str(key).replace("-", "_")
+        if name in former:
+            warn_renamed(f"{path}: {key}", former[name].replace("_", "-"))
+            name = former[name]
         if name not in known:
             raise InputError("--config", f"{path}: {key}", f"unknown setting; known are {', '.join(sorted(known))}")
         if name in values:

@@ -31,8 +31,10 @@ class ComputeSettings(OriginSettings):
     PANEL: ClassVar[str] = "Where and how it is computed"
 
     dtype: Dtype = setting("auto", "float32, bfloat16 or auto (bfloat16 where the device has it)")
-    device: str = setting("auto", "torch device: cpu, cuda, cuda:1, ..., or auto (a CUDA GPU where there is one)")
-    threads: int = setting(0, "CPU threads; 0 lets torch choose", at_least=0, at_most=4096)
+    device: str = setting(
+        "auto", "torch device: cpu, cuda, cuda:1, ..., or auto (a CUDA GPU where there is one)", identifies=False
+    )
+    threads: int = setting(0, "CPU threads; 0 lets torch choose", identifies=False, at_least=0, at_most=4096)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +43,7 @@ class VerifierSettings(ComputeSettings):
 
     PANEL: ClassVar[str] = "Verifier"
 
-    verifier_name_or_path: str = setting("smollm2-135m-instruct", VERIFIER_HELP)
+    verifier_name_or_path: str = setting("smollm2-135m-instruct", VERIFIER_HELP, identifies=False)
 
 
 MODEL_HELP = "name under which the server at --endpoint serves the verifier; default: the only one it serves"

@@ -1,27 +1,32 @@
-"""Settings of a new draft: its sockets and shape, and what it is trained towards."""
+"""Settings of a new draft: its components and shape, and what it is trained towards."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from blockdraft.choices import ConfidenceHead, ContextFusion, ContextKV, SequentialHead, SpeculatorType, Weighting
+from blockdraft.choices import ConfidenceHead, ContextFusion, ContextKV, SequentialHead, Weighting
+from blockdraft.presets import PRESETS, SpeculatorType
 from blockdraft.settings.base import Settings, check, setting
 
 # A projection's width grows with its taps; a mixture costs nothing to widen, and DFlare's published drafts use more.
 DEFAULT_NUM_TAPS = {"projected": 5, "layerwise": 8}
-# DSpark's published drafts learn the verifier's distribution; the others learn its tokens.
-DEFAULT_LOSS = {"dspark": '{"ce": 0.1, "tv": 0.9}'}
 _BY_TYPE = "default: what the type names"
+
+
+def _losses() -> str:
+    """The losses of the presets: the usual one, and who has another."""
+    usual = next(iter(PRESETS.values())).loss
+    return "; ".join([usual, *(f"for {name} {p.loss}" for name, p in PRESETS.items() if p.loss != usual)])
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftSettings(Settings):
-    """Sockets and shape of a new draft. What is not given follows the type's preset, the verifier or the data."""
+    """Components and shape of a new draft. What is not given follows the type's preset, the verifier or the data."""
 
-    PANEL: ClassVar[str] = "The draft: sockets and shape"
+    PANEL: ClassVar[str] = "The draft: components and shape"
 
-    speculator_type: SpeculatorType = setting("dflash", "dflash, dflare or dspark: a preset of the components below")
+    speculator_type: SpeculatorType = setting("dflash", f"a preset of the components below: {', '.join(PRESETS)}")
     context_fusion: ContextFusion | None = setting(None, f"projected or layerwise; {_BY_TYPE}")
     context_kv: ContextKV | None = setting(None, f"shared or separate context projections; {_BY_TYPE}")
     sequential_head: SequentialHead | None = setting(None, f"none, markov, gated or rnn; {_BY_TYPE}")
@@ -60,7 +65,9 @@ class DraftSettings(Settings):
         at_least=1,
         at_most=4096,
     )
-    standardise_taps: bool = setting(True, "remove each tap's mean direction and scale, measured on the data")
+    standardize_taps: bool = setting(
+        True, "remove each tap's mean direction and scale, measured on the data", formerly="standardise_taps"
+    )
     mask_token_id: int | None = setting(
         None, "token that stands in empty slots; must not occur in the data", at_least=0
     )
@@ -98,7 +105,7 @@ class ObjectiveSettings(Settings):
 
     loss_fn: str | None = setting(
         None,
-        "ce, kl, rkl, jsd, tv, nla, lk_hybrid, or weights as JSON; default: ce, for dspark " + DEFAULT_LOSS["dspark"],
+        "ce, kl, rkl, jsd, tv, nla, lk_hybrid, or weights as JSON; default: " + _losses(),
     )
     per_position_loss_weight: Weighting | None = setting(
         None, "dpace (with ce alone), fixed-exp-decay or progressive-decay; default: dpace where it is defined"

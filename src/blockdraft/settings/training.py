@@ -15,8 +15,8 @@ from blockdraft.settings.draft import DraftSettings, ObjectiveSettings
 class TrainSettings(ObjectiveSettings, DraftSettings, VerifierSettings):
     """Train a draft on the verifier's own replies."""
 
-    data_path: Path = required("folder that `blockdraft regenerate` or `prepare` wrote")
-    save_path: Path = required("folder for the checkpoint and the training state")
+    data_path: Path = required("folder that `blockdraft regenerate` or `prepare` wrote", identifies=False)
+    save_path: Path = required("folder for the checkpoint and the training state", identifies=False)
 
     epochs: float = setting(6.0, "passes over the data; a fraction is allowed", above=0, at_most=1e6)
     total_seq_len: int = setting(2048, "tokens of a packed row; one row is one step", at_least=2, at_most=2**24)
@@ -39,22 +39,29 @@ class TrainSettings(ObjectiveSettings, DraftSettings, VerifierSettings):
     hidden_states_path: Path | None = setting(
         None,
         "folder of hidden states on disk, as blockdraft states makes it; default: made in process as they are needed",
+        identifies=False,
     )
     on_missing: OnMissing = setting(
-        "generate", "documents without states there: generate, skip, warn (skip and name them) or raise"
+        "generate",
+        "documents without states there: generate, skip, warn (skip and name them) or raise",
+        identifies=False,
     )
-    on_generate: OnGenerate = setting("cache", "states that are generated: cache (keep them in the folder) or delete")
+    on_generate: OnGenerate = setting(
+        "cache", "states that are generated: cache (keep them in the folder) or delete", identifies=False
+    )
     compile: Switch = setting("auto", "torch.compile of the feed-forward layers: on, off or auto (on CUDA)")
     seed: int = setting(0, "seed of everything random", at_least=0)
 
-    checkpoint_freq: float = setting(1.0, "epochs between saves of the resumable state", above=0)
-    log_freq: int = setting(10, "steps between log entries", at_least=1)
-    logger: Logger = setting("tensorboard", "tensorboard or none")
-    log_dir: Path | None = setting(None, "folder for TensorBoard; default: logs/ under --save-path")
-    run_name: str = setting("draft", "name of the run in TensorBoard")
+    checkpoint_freq: float = setting(1.0, "epochs between saves of the resumable state", above=0, identifies=False)
+    log_freq: int = setting(10, "steps between log entries", at_least=1, identifies=False)
+    logger: Logger = setting("tensorboard", "tensorboard or none", identifies=False)
+    log_dir: Path | None = setting(None, "folder for TensorBoard; default: logs/ under --save-path", identifies=False)
+    run_name: str = setting("draft", "name of the run in TensorBoard", identifies=False)
     save_dtype: Dtype = setting("auto", "dtype of the saved weights: float32, bfloat16 or auto (that of the verifier)")
-    dry_run: bool = setting(False, "check everything and print the resolved settings; train nothing")
-    restart: bool = setting(False, "start again: forget the training state of an earlier run in --save-path")
+    dry_run: bool = setting(False, "check everything and print the resolved settings; train nothing", identifies=False)
+    restart: bool = setting(
+        False, "start again: forget the training state of an earlier run in --save-path", identifies=False
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

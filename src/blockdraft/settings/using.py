@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from blockdraft.choices import Engine, SpeculatorType, Workload
+from blockdraft.choices import Engine, Workload
+from blockdraft.presets import PRESETS, SpeculatorType
 from blockdraft.settings.base import check, required, setting
 from blockdraft.settings.common import MODEL_HELP, CheckpointSettings, SamplingSettings, VerifierSettings
 
@@ -62,7 +63,7 @@ class QuickstartSettings(VerifierSettings):
 
     save_path: Path = setting(Path("runs/quickstart"), "folder for everything that is made")
     workload: Workload = setting("records", "records (short text to JSON record) or chat")
-    method: SpeculatorType = setting("dflash", "dflash, dflare or dspark")
+    method: SpeculatorType = setting("dflash", ", ".join(PRESETS))
     minutes: float = setting(
         6.0, "minutes of training; the rest of the loop takes about as long again", above=0, at_most=1e6
     )

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-from blockdraft.contract import CONTRACT_VERSION, TAP_CONVENTION, TAP_KIND, Contract
+from blockdraft.contract import CONTRACT_VERSION, Contract
 from blockdraft.data.vocabulary import choose_vocabulary, coverage, occurring_tokens, token_counts
+from blockdraft.draft_config import DraftConfig
 from blockdraft.errors import InputError
 from blockdraft.losses.objective import Objective, parse_loss
 from blockdraft.models.block_draft import BlockDraft
-from blockdraft.models.config import METHODS, DraftConfig
 from blockdraft.models.vocabulary import map_hash
+from blockdraft.presets import PRESETS, component_names
 from blockdraft.progress import say
 from blockdraft.records import Document
 from blockdraft.runtime import dtype_name
-from blockdraft.settings import DEFAULT_LOSS, DEFAULT_NUM_TAPS, DraftSettings, ObjectiveSettings, TrainSettings
+from blockdraft.settings import DEFAULT_NUM_TAPS, DraftSettings, ObjectiveSettings, TrainSettings
 from blockdraft.training.hidden_states import TrainingStates
 from blockdraft.verifiers.base import Verifier
 
@@ -45,34 +47,31 @@ def spread_taps(num_layers: int, num_taps: int) -> tuple[int, ...]:
 
 def draft_config(settings: TrainSettings, verifier: Verifier, documents: Sequence[Document]) -> DraftConfig:
     """Resolve every open choice of `settings`, refusing what does not fit verifier or data."""
-    num_layers = verifier.identity.num_layers
-    sockets = resolve_sockets(settings)
-    taps = choose_taps(settings, sockets["context_fusion"], num_layers)
+    depth, vocab_size = verifier.identity.num_layers, verifier.identity.vocab_size
+    components = resolve_components(settings)
+    taps = choose_taps(settings, components["context_fusion"], depth)
     for tap in taps:
-        if not 0 <= tap <= num_layers:
-            raise InputError("--target-layer-ids", tap, f"must be in 0..{num_layers} (0 is the embeddings)")
-    windows, causal = layer_kinds(settings)
-    vocab_size = verifier.identity.vocab_size
+        if not 0 <= tap <= depth:
+            raise InputError("--target-layer-ids", tap, f"must be in 0..{depth} (0 is the embeddings)")
     if (settings.draft_vocab_size or 0) > vocab_size:
         say(f"draft vocabulary: all {vocab_size:,} tokens of the verifier, which has no {settings.draft_vocab_size:,}")
-    return DraftConfig(
-        hidden_size=verifier.identity.hidden_size,
-        num_layers=settings.num_layers,
+    resolved = {
+        "hidden_size": verifier.identity.hidden_size,
         **_widths(settings, verifier),
-        rms_norm_eps=verifier.layer_shape().rms_norm_eps,
-        vocab_size=vocab_size,
-        draft_vocab_size=min(vocab_size, settings.draft_vocab_size or vocab_size),
-        tap_ids=tuple(taps),
-        **sockets,
-        markov_rank=0 if sockets["sequential_head"] == "none" else settings.markov_rank,
-        standardise_taps=settings.standardise_taps,
-        block_size=settings.block_size,
-        mask_token_id=resolve_mask_token(settings.mask_token_id, verifier, documents),
-        rope_parameters=draft_rotary(verifier.rope_parameters()),
-        max_position_embeddings=verifier.context_length,
-        windows=windows,
-        causal=causal,
-    )
+        "rms_norm_eps": verifier.layer_shape().rms_norm_eps,
+        "vocab_size": vocab_size,
+        "draft_vocab_size": min(vocab_size, settings.draft_vocab_size or vocab_size),
+        "target_layer_ids": tuple(taps),
+        **components,
+        "markov_rank": 0 if components["sequential_head"] == "none" else settings.markov_rank,
+        "mask_token_id": resolve_mask_token(settings.mask_token_id, verifier, documents),
+        "rope_parameters": draft_rotary(verifier.rope_parameters()),
+        "max_position_embeddings": verifier.context_length,
+        **layer_kinds(settings),
+    }
+    described = {field.name for field in dataclasses.fields(DraftConfig)}
+    same = {field.name for field in dataclasses.fields(DraftSettings)} & described
+    return DraftConfig(**{**{name: getattr(settings, name) for name in same}, **resolved})
 
 
 def draft_rotary(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -99,20 +98,20 @@ def choose_taps(settings: DraftSettings, context_fusion: str, num_layers: int) -
     )
 
 
-def resolve_sockets(settings: DraftSettings) -> dict[str, Any]:
-    """The type's preset with every socket that was named replaced.
+def resolve_components(settings: DraftSettings) -> dict[str, Any]:
+    """The type's preset with every component that was named replaced.
 
     The preset's wish that the confidence head sees the token before a slot falls away with either head.
     """
-    preset = METHODS[settings.speculator_type]
-    given = {name: getattr(settings, name) for name in preset}
-    sockets = {name: preset[name] if value is None else value for name, value in given.items()}
-    if given["confidence_with_previous"] is None and "none" in (sockets["sequential_head"], sockets["confidence_head"]):
-        sockets["confidence_with_previous"] = False
-    return sockets
+    preset = PRESETS[settings.speculator_type].components
+    given = {name: getattr(settings, name) for name in component_names()}
+    chosen = {name: getattr(preset, name) if value is None else value for name, value in given.items()}
+    if given["confidence_with_previous"] is None and "none" in (chosen["sequential_head"], chosen["confidence_head"]):
+        chosen["confidence_with_previous"] = False
+    return chosen
 
 
-def layer_kinds(settings: DraftSettings) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
+def layer_kinds(settings: DraftSettings) -> dict[str, tuple]:
     """Window and in-block causality of every layer.
 
     As trainers of this family have it, sliding layers are causal inside the block unless told otherwise, and full
@@ -120,9 +119,12 @@ def layer_kinds(settings: DraftSettings) -> tuple[tuple[int | None, ...], tuple[
     """
     full = set(settings.full_attention_indices)
     sliding = [settings.sliding_window is not None and layer not in full for layer in range(settings.num_layers)]
-    windows = tuple(settings.sliding_window if slides else None for slides in sliding)
-    causal = tuple(settings.causal_block or (slides and not settings.sliding_window_non_causal) for slides in sliding)
-    return windows, causal
+    return {
+        "windows": tuple(settings.sliding_window if slides else None for slides in sliding),
+        "causal": tuple(
+            settings.causal_block or (slides and not settings.sliding_window_non_causal) for slides in sliding
+        ),
+    }
 
 
 def _widths(settings: DraftSettings, verifier: Verifier) -> dict[str, Any]:
@@ -140,8 +142,8 @@ def _widths(settings: DraftSettings, verifier: Verifier) -> dict[str, Any]:
     if kv_heads is None:
         kv_heads = shape.num_kv_heads if heads % shape.num_kv_heads == 0 else heads
     return {
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "intermediate_size": settings.intermediate_size or shape.intermediate_size,
     }
@@ -153,7 +155,7 @@ def make_objective(settings: ObjectiveSettings, speculator_type: str) -> Objecti
     Raises:
         InputError: D-PACE was asked for with another loss than cross entropy.
     """
-    terms = parse_loss(settings.loss_fn or DEFAULT_LOSS.get(speculator_type, "ce"))
+    terms = parse_loss(settings.loss_fn or PRESETS[speculator_type].loss)
     weighting = settings.per_position_loss_weight or ("dpace" if set(terms) == {"ce"} else "fixed-exp-decay")
     return Objective(
         terms=terms,
@@ -227,33 +229,11 @@ def make_contract(config: DraftConfig, verifier: Verifier, vocabulary: Tensor | 
         vocabulary: verifier ids of a reduced vocabulary.
     """
     assert config.reduced == (vocabulary is not None)
-    standardisation = "none"
-    if config.standardise_taps:
-        standardisation = "folded" if config.context_fusion == "projected" else "explicit"
     return Contract(
         version=CONTRACT_VERSION,
-        method=config.method,
-        context_fusion=config.context_fusion,
-        context_kv=config.context_kv,
-        sequential_head=config.sequential_head,
-        markov_rank=config.markov_rank,
-        confidence_head=config.confidence_head,
-        confidence_with_previous=config.confidence_with_previous,
         verifier=verifier.identity,
-        tap_ids=config.tap_ids,
-        tap_convention=TAP_CONVENTION,
-        tap_kind=TAP_KIND,
-        tap_standardisation=standardisation,
         logit_softcap=verifier.logit_softcap,
-        mask_token_id=config.mask_token_id,
-        sample_from_anchor=config.sample_from_anchor,
-        block_size=config.block_size,
-        default_k=config.num_proposed,
-        windows=config.windows,
-        causal=config.causal,
-        rope_parameters=dict(config.rope_parameters),
-        max_position_embeddings=config.max_position_embeddings,
-        draft_vocab_size=config.draft_vocab_size,
+        draft=config.exported,
         vocab_map_hash=None if vocabulary is None else map_hash(vocabulary, config.vocab_size),
         compute_dtype=dtype_name(verifier.dtype),
     )

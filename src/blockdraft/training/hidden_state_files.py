@@ -15,12 +15,11 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from blockdraft.contract import TAP_CONVENTION, TAP_KIND
 from blockdraft.data.table import Documents
 from blockdraft.errors import BlockdraftError, InputError
 from blockdraft.files import clear_temporaries, locked, read_json_object, require_free, write_bytes, write_json, writing
 from blockdraft.fingerprint import already_made
-from blockdraft.progress import progress, say
+from blockdraft.progress import progress, warn
 from blockdraft.records import Document, documents_digest
 from blockdraft.runtime import dtype_name
 from blockdraft.training.hidden_states import DocumentStates, InProcess, grouped, longest_first
@@ -96,10 +95,10 @@ class HiddenStateFiles:
                 FIELD, self.folder, f"lacks {len(missing)} of {len(documents)} documents (the first: {first}); "
                 "make them with blockdraft states, or give --on-missing generate",
             )  # fmt: skip
-        say(f"hidden states: {len(missing)} of {len(documents)} documents have none and are left out")
+        warn(f"hidden states: {len(missing)} of {len(documents)} documents have none and are left out")
         if self._on_missing == "warn":
             for index in missing:
-                say(f"  no hidden states: {documents[index].id}")
+                warn(f"  no hidden states: {documents[index].id}")
         left_out = set(missing)
         kept = [index for index in range(len(documents)) if index not in left_out]
         return documents.select(kept) if isinstance(documents, Documents) else [documents[index] for index in kept]
@@ -178,10 +177,10 @@ class HiddenStateFiles:
                 names = file.keys()
                 tensors = {name: file.get_tensor(name).to(verifier.device) for name in names}
         except (SafetensorError, OSError) as error:
-            say(f"hidden states: {path} is damaged ({error})")
+            warn(f"hidden states: {path} is damaged ({error})")
             return None
         if {name: list(tensor.shape) for name, tensor in tensors.items()} != shapes:
-            say(f"hidden states: {path} is not what its name says")
+            warn(f"hidden states: {path} is not what its name says")
             return None
         return DocumentStates(tensors["taps"], tensors["greedy"], tensors.get("final"))
 
@@ -198,8 +197,8 @@ def _facts(maker: InProcess) -> dict[str, Any]:
     return {
         "verifier": {name: getattr(identity, name) for name in identity.COMPARED},  # wherever it was loaded from
         "dtype": dtype_name(maker.verifier.dtype),
-        "tap_convention": TAP_CONVENTION,
-        "tap_kind": TAP_KIND,
+        "tap_convention": "after_layers",
+        "tap_kind": "residual_stream",
         "tap_ids": list(maker.tap_ids),
         "with_final": maker.with_final,
     }

@@ -19,18 +19,13 @@ from blockdraft.data.packing import PackedRow, pack_row, packed_order
 from blockdraft.data.templates import ChatMode
 from blockdraft.ops.anchors import Blocks, choose_anchors
 from blockdraft.records import Document, documents_digest
-from blockdraft.settings import TRAIN_DATA_RATIO, TrainSettings, resolved
+from blockdraft.settings import TRAIN_DATA_RATIO, TrainSettings, identity
 from blockdraft.training.creation import draft_config, draft_vocabulary, make_contract, make_objective
 from blockdraft.training.hidden_state_files import HiddenStateFiles
 from blockdraft.training.hidden_states import HiddenStateProvider, InProcess, TrainingStates
 from blockdraft.training.loggers import log_folder
 from blockdraft.training.split import joined, split_documents
 from blockdraft.verifiers.base import Verifier
-
-# Settings that do not change what is trained, but for rounding. A run may go on on another device.
-_SAVING_ONLY = ("save_path", "checkpoint_freq", "log_freq", "logger", "log_dir", "run_name", "threads", "device",
-                "dry_run", "hidden_states_path", "on_missing", "on_generate", "restart")  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class DrawnRow:
@@ -88,7 +83,7 @@ class TrainingPlan:
     def _provider(self) -> HiddenStateProvider:
         """Where hidden states come from."""
         settings = self.settings
-        maker = InProcess(self.verifier, self.config.tap_ids, self.objective.needs_teacher)
+        maker = InProcess(self.verifier, self.config.target_layer_ids, self.objective.needs_teacher)
         if settings.hidden_states_path is None:
             return maker
         return HiddenStateFiles(settings.hidden_states_path, maker, settings.on_missing, settings.on_generate)
@@ -115,13 +110,11 @@ class TrainingPlan:
     @functools.cached_property
     def facts(self) -> dict[str, Any]:
         """Everything that determines the trained weights."""
-        # Where data and verifier lie does not matter; what they are does.
-        ignored = {*_SAVING_ONLY, "data_path", "verifier_name_or_path"}
-        settings = {key: value for key, value in resolved(self.settings).items() if key not in ignored}
+        # Where data and verifier lie does not matter; what they are does. A run may be resumed on another device.
         contract = self.contract.to_dict()
         del contract["verifier"]["name"]
         return {
-            **settings,
+            **identity(self.settings),
             "contract": contract,
             "data": documents_digest(itertools.chain(self.train, self.validation)),
         }

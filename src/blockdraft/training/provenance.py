@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from blockdraft import __version__
 from blockdraft.runtime import machine_description
+from blockdraft.version import __version__
 
 
 def provenance(settings: dict[str, Any], device: torch.device, **facts: Any) -> dict[str, Any]:

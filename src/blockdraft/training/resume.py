@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from blockdraft.errors import InputError
 from blockdraft.files import reason, replacing, write_text, writing
 from blockdraft.fingerprint import file_hash
-from blockdraft.progress import say
+from blockdraft.progress import warn
 from blockdraft.training.history import Progress
 from blockdraft.typed import checked
 
@@ -81,7 +81,7 @@ class ResumeStates:
             try:
                 state = _read(path)
             except _DamageError as error:
-                say(f"training state {path.name} is damaged ({error}); falling back to the one before")
+                warn(f"training state {path.name} is damaged ({error}); falling back to the one before")
                 continue
             self._whole.add(path)
             return state
@@ -125,7 +125,7 @@ class ResumeStates:
             try:
                 _read(path)
             except _DamageError as error:
-                say(f"training state {path.name} is damaged ({error}) and is removed")
+                warn(f"training state {path.name} is damaged ({error}) and is removed")
                 return False
             self._whole.add(path)
         return True

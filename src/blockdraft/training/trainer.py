@@ -148,7 +148,7 @@ class Trainer:
         plan, verifier = self.plan, self.plan.verifier
         # Anchors of all rows first: what the step is divided by is known before the first backward pass.
         rows = [plan.draw(number) for number in plan.rows_of(step)]
-        num_proposed = plan.config.num_proposed
+        num_proposed = plan.config.num_speculative_tokens
         supervised = sum(int(positions_before(row.blocks, num_proposed)[1].sum()) for row in rows)
         objective = plan.objective.at(step / plan.total_steps)
         total, metrics = 0.0, None
@@ -182,7 +182,7 @@ class Trainer:
 
     def _validate(self) -> dict[str, float]:
         """Exact acceptance on the validation documents; the best so far becomes the best checkpoint."""
-        plan, k = self.plan, self.plan.contract.default_k
+        plan, k = self.plan, self.plan.contract.draft.num_speculative_tokens
         rounds = []
         with torch.inference_mode(), self._autocast():
             for index, document in enumerate(plan.validation, start=len(plan.train)):

@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 import io
 import logging
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 
 from blockdraft.errors import InputError
+from blockdraft.extras import require
 from blockdraft.files import replacing
+from blockdraft.progress import LOGGER
 from blockdraft.runtime import resolve_device
 from blockdraft.verifiers.causal import CausalVerifier
 from blockdraft.verifiers.encoder_decoder import EncoderDecoderVerifier
@@ -55,6 +58,7 @@ def load_verifier(
         InputError: nothing there, damaged, or of a kind that is not supported, or no such device; one line says which.
     """
     device = resolve_device(device)
+    start = time.monotonic()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -70,6 +74,8 @@ def load_verifier(
     local = name_or_path != EMBEDDED and Path(name_or_path).exists()
     verifier = proved(model, tokenizer, str(Path(name_or_path).resolve()) if local else name_or_path)
     verifier.identity = dataclasses.replace(verifier.identity, revision=commit_of(name_or_path, revision))
+    seconds = time.monotonic() - start
+    LOGGER.debug("verifier %s loaded and checked in %s on %s: %.1f s", name_or_path, dtype, device, seconds)
     return verifier
 
 
@@ -145,6 +151,7 @@ def _embedded_file() -> Path:
 
 
 def _gguf_path(name_or_path: str) -> Path:
+    require("gguf", "accelerate")
     path = _embedded_file() if name_or_path == EMBEDDED else Path(name_or_path)
     if not path.is_file():
         raise InputError("--verifier-name-or-path", path, "no such GGUF file")

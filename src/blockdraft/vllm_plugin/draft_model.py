@@ -1,4 +1,4 @@
-"""Any mixture of draft sockets as a vLLM 0.32 model (V1 runner).
+"""Any combination of draft components as a vLLM 0.32 model (V1 runner).
 
 The transformer layers, the paged cache and the output head are the engine's own DFlash classes. What those lack comes
 from `blockdraft.models`, the very modules that training runs: context fusion, sequential and confidence heads.
@@ -24,15 +24,15 @@ from vllm.model_executor.models.qwen3_dflash import (
 from blockdraft.checkpoints.speculators import FILE_NAMES
 from blockdraft.models.fusion import CONTEXT_FUSION
 from blockdraft.models.heads import ConfidenceHead, SequentialHead
-from blockdraft.serving.plugin import checkpoint_facts
+from blockdraft.vllm_plugin.facts import contract_in
 
 CONTEXT_PROJECTIONS = ("k_proj_target", "v_proj_target")
 
 
-def normalised_context_keys(backbone: Any, keys_YNKH: Tensor) -> Tensor:
+def normalized_context_keys(backbone: Any, keys_YNKH: Tensor) -> Tensor:
     """Context keys of all layers, each under its own layer's norm."""
-    normalised = rms_norm(keys_YNKH, keys_YNKH.shape[-1:], None, backbone._rms_norm_eps)
-    return (normalised * backbone._k_norm_weights[:, None, None]).contiguous()
+    normalized = rms_norm(keys_YNKH, keys_YNKH.shape[-1:], None, backbone._rms_norm_eps)
+    return (normalized * backbone._k_norm_weights[:, None, None]).contiguous()
 
 
 class BlockDraftDecoderLayer(DFlashQwen3DecoderLayer):
@@ -40,7 +40,7 @@ class BlockDraftDecoderLayer(DFlashQwen3DecoderLayer):
 
     def __init__(self, vllm_config: VllmConfig, *, config: Any, prefix: str = "", **kwargs: Any) -> None:
         super().__init__(vllm_config, config=config, prefix=prefix, **kwargs)
-        if checkpoint_facts(config)[0].context_kv == "separate":
+        if contract_in(config).draft.context_kv == "separate":
             attention = self.self_attn
             for name in CONTEXT_PROJECTIONS:
                 width = attention.total_num_kv_heads * attention.head_dim
@@ -90,17 +90,17 @@ class BlockDraftBackbone(DFlashQwen3Model):
         return keys, values
 
     def _normalize_context_k(self, all_k: Tensor) -> Tensor:
-        return normalised_context_keys(self, all_k)
+        return normalized_context_keys(self, all_k)
 
 
 class BlockDraftForCausalLM(DFlashQwen3ForCausalLM):
-    """The engine's DFlash draft with our sockets. Offers what `decoding.proposals.propose` needs."""
+    """The engine's DFlash draft with our components. Offers what `decoding.proposals.propose` needs."""
 
     model_cls = BlockDraftBackbone
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        config, _ = checkpoint_facts(self.config)
+        config = contract_in(self.config).draft
         self.draft_config = config
         self.fusion = CONTEXT_FUSION[config.context_fusion](config)
         self.sequential = SequentialHead(config) if config.sequential_head != "none" else None
@@ -108,7 +108,7 @@ class BlockDraftForCausalLM(DFlashQwen3ForCausalLM):
 
     def combine_hidden_states(self, hidden_states: Tensor) -> Tensor:
         """Concatenated taps [N, L * E] to the context of all layers [N, D], or of each [N, Y, D]."""
-        taps = hidden_states.unflatten(-1, (len(self.draft_config.tap_ids), -1))
+        taps = hidden_states.unflatten(-1, (len(self.draft_config.target_layer_ids), -1))
         return self.fusion(taps).squeeze(-2)
 
     def logits(self, hidden: Tensor) -> Tensor:

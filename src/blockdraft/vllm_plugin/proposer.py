@@ -16,9 +16,9 @@ from torch import Tensor
 
 from blockdraft.decoding.proposals import propose as choose_proposals
 from blockdraft.errors import InputError
-from blockdraft.serving.draft_model import BlockDraftForCausalLM
-from blockdraft.serving.plugin import STATED, checkpoint_facts
-from blockdraft.serving.record import RECORD_PATH, append
+from blockdraft.vllm_plugin.draft_model import BlockDraftForCausalLM
+from blockdraft.vllm_plugin.facts import STATED, contract_in
+from blockdraft.vllm_plugin.record import RECORD_PATH, append
 
 Stock = Callable[..., Any]
 
@@ -48,7 +48,7 @@ def init(proposer: Any, stock: Stock, vllm_config: Any, device: torch.device, ru
     proposer._blockdraft_runner = runner
     engine_config = proposer.draft_model_config.hf_config
     if hasattr(engine_config, STATED):
-        contract = checkpoint_facts(engine_config)[1]
+        contract = contract_in(engine_config)
         contract.require_k(proposer.num_speculative_tokens, "num_speculative_tokens")
 
 

@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import httpx2 as httpx
-from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_random_exponential
+import openai
 
 from blockdraft.data.journal import Journal, Written
 from blockdraft.data.requests import Request
 from blockdraft.data.templates import ChatTemplate
 from blockdraft.errors import BlockdraftError
 from blockdraft.progress import Advance, progress
-from blockdraft.serving.client import NEUTRAL, OPENAI, served_model
+from blockdraft.serving.client import KEY, NEUTRAL, OPENAI, api_key, connect, line_of, served_model
 from blockdraft.settings import RegenerateSettings
 
-_KEY = "OPENAI_API_KEY"
-_LONGEST_WAIT = 30.0  # seconds between two tries
 _AGAIN = frozenset({408, 409, 425, 429})  # refusals that may pass; and every 5xx
 _NOT_OURS = frozenset({401, 403, 404})  # refusals that no request will escape
 
@@ -58,8 +55,8 @@ def find_server(endpoint: str, model: str | None) -> Server:
         InputError: nobody, or nobody who speaks the interface or serves this model.
     """
     url = endpoint.rstrip("/").removesuffix("/v1")
-    with httpx.Client(base_url=url, timeout=30, trust_env=False, headers=_headers()) as http:
-        found = served_model(http, "OpenAI-compatible", endpoint, model)
+    with connect(url, 30) as client:
+        found = served_model(client, "OpenAI-compatible", endpoint, model)
     return Server(url, found["id"], found["owned_by"] == "vllm")
 
 
@@ -76,6 +73,22 @@ def write_replies(
         asyncio.run(_Asking(server, template, settings, journal, advance).all(missing))
 
 
+class _WholeAnswers(httpx.AsyncClient):
+    """Whatever is not a completion, whole and in time, is an error of the connection, which is tried again."""
+
+    async def send(self, request: httpx.Request, **options: Any) -> httpx.Response:
+        try:
+            async with asyncio.timeout(self.timeout.read):
+                answer = await super().send(request, **options)
+            if answer.is_success:
+                answer.json()["choices"][0]
+        except TimeoutError:
+            raise httpx.ReadTimeout(f"no answer in {self.timeout.read:g} s", request=request) from None
+        except (ValueError, KeyError, IndexError, TypeError):
+            raise httpx.DecodingError("not a completion", request=request) from None
+        return answer
+
+
 class _Asking:
     def __init__(
         self, server: Server, template: ChatTemplate, settings: RegenerateSettings, journal: Journal, advance: Advance
@@ -86,88 +99,83 @@ class _Asking:
 
     async def all(self, requests: Sequence[Request]) -> None:
         """Workers take requests in order; after a failure none is begun, and those under way are finished."""
-        waiting = iter(requests)
+        waiting, seconds = iter(requests), self.settings.request_timeout
         limits = httpx.Limits(max_connections=self.settings.concurrency)
-        async with httpx.AsyncClient(
-            base_url=self.server.url, timeout=self.settings.request_timeout, limits=limits, trust_env=False,
-            headers=_headers(),
-        ) as http:  # fmt: skip
+        http = _WholeAnswers(timeout=seconds, limits=limits, trust_env=False)
+        async with openai.AsyncOpenAI(
+            base_url=f"{self.server.url}/v1", api_key=api_key(), timeout=seconds, max_retries=self.settings.max_retries,
+            http_client=http,
+        ) as client:  # fmt: skip
 
             async def work() -> None:
                 for request in waiting:
                     if self.failure is not None:
                         return
-                    await self._one(http, request)
+                    await self._one(client, request)
 
             await asyncio.gather(*(work() for _ in range(min(self.settings.concurrency, len(requests)))))
         if self.failure is not None:
             raise self.failure
 
-    async def _one(self, http: httpx.AsyncClient, request: Request) -> None:
+    async def _one(self, client: openai.AsyncOpenAI, request: Request) -> None:
         try:
-            reply = await self._asked(http, request)
+            reply = self._reply(request, await self._asked(client, request))
         except _RefusedError as error:
             reply = Written(request.id, request.turn, [], str(error))
         except BlockdraftError as error:
             self.failure = error
             return
-        except (httpx.HTTPError, TimeoutError, ValueError, KeyError, IndexError, TypeError) as error:
-            line = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        except (openai.OpenAIError, ValueError, KeyError, TypeError) as error:
             self.failure = BlockdraftError(
-                f"{self.server.url}: {request.id} got no reply after {self.settings.max_retries + 1} tries ({line}); "
-                f"{len(self.journal)} replies are kept, the same command goes on from there"
+                f"{self.server.url}: {request.id} got no reply after {self.settings.max_retries + 1} tries "
+                f"({line_of(error)}); {len(self.journal)} replies are kept, the same command goes on from there"
             )
             return
         self.journal.add([reply])
         self.advance()
 
-    async def _asked(self, http: httpx.AsyncClient, request: Request) -> Written:
-        tries = AsyncRetrying(
-            retry=retry_if_exception(_may_pass),
-            stop=stop_after_attempt(self.settings.max_retries + 1),
-            wait=wait_random_exponential(multiplier=0.5, max=_LONGEST_WAIT),
-            reraise=True,
-        )
-        path, body = self._body(request)
-        async for attempt in tries:
-            with attempt:
-                answer = await asyncio.wait_for(http.post(path, json=body), self.settings.request_timeout)
-                if answer.status_code in _NOT_OURS:
-                    raise BlockdraftError(
-                        f"{self.server.url} refuses every request ({answer.status_code}: {answer.text[:200]}); "
-                        f"an API key is read from {_KEY}"
-                    )
-                if 400 <= answer.status_code < 500 and answer.status_code not in _AGAIN:
-                    raise _RefusedError(f"{answer.status_code}: {answer.text[:200]}")
-                return self._reply(request, answer.raise_for_status().json())
-        raise AssertionError("tenacity either returns or raises")
+    async def _asked(self, client: openai.AsyncOpenAI, request: Request) -> dict[str, Any]:
+        """The answer as it came, since openai's types do not have vLLM's fields."""
+        model, fields = self.server.model, self._fields(request)
+        try:
+            # A source may have been cut, which messages cannot say.
+            if not self.template.has_template or (self.template.start_id is not None and self.server.gives_ids):
+                prompt: Any = request.prompt if self.server.gives_ids else self.template.render(request.messages)
+                completions = client.completions.with_raw_response
+                return (await completions.create(model=model, prompt=prompt, extra_body=fields)).http_response.json()
+            turns: Any = [{key: value for key, value in turn.items() if key != "weight"} for turn in request.messages]
+            if tools := self.template.offered(request.tools):
+                fields["tools"] = tools
+            if options := self.template.mode.options():
+                fields["chat_template_kwargs"] = options
+            chats = client.chat.completions.with_raw_response
+            return (await chats.create(model=model, messages=turns, extra_body=fields)).http_response.json()
+        except openai.APIStatusError as error:
+            status, text = error.status_code, error.response.text[:200]
+            if status in _NOT_OURS:
+                raise BlockdraftError(
+                    f"{self.server.url} refuses every request ({status}: {text}); an API key is read from {KEY}"
+                ) from None
+            if 400 <= status < 500 and status not in _AGAIN:
+                raise _RefusedError(f"{status}: {text}") from None
+            raise
 
-    def _body(self, request: Request) -> tuple[str, dict[str, Any]]:
+    def _fields(self, request: Request) -> dict[str, Any]:
         settings = self.settings
         # A request's own seed makes its sample the same in whatever order requests are answered.
         mark = hashlib.sha256(f"{settings.seed}/{request.id}/{request.turn}".encode()).digest()
         known = NEUTRAL if self.server.gives_ids else {name: NEUTRAL[name] for name in OPENAI}
-        body: dict[str, Any] = {
+        fields: dict[str, Any] = {
             **known,
-            "model": self.server.model,
             "max_tokens": settings.max_new_tokens,
             "temperature": settings.temperature,
             "top_p": settings.top_p,
             "seed": int.from_bytes(mark[:4], "big") >> 1,
         }
         if self.server.gives_ids:
-            body |= {"return_token_ids": True, "stop_token_ids": sorted(self.template.stop_ids)}
-            body |= {"top_k": settings.top_k}
-        # A source may have been cut, which messages cannot say.
-        if not self.template.has_template or (self.template.start_id is not None and self.server.gives_ids):
-            prompt: Any = request.prompt if self.server.gives_ids else self.template.render(request.messages)
-            return "/v1/completions", body | {"prompt": prompt}
-        turns = [{key: value for key, value in turn.items() if key != "weight"} for turn in request.messages]
-        tools = self.template.offered(request.tools)
-        body |= {"messages": turns} | ({"tools": tools} if tools else {})
-        if options := self.template.mode.options():
-            body["chat_template_kwargs"] = options
-        return "/v1/chat/completions", body
+            fields |= {"return_token_ids": True, "stop_token_ids": sorted(self.template.stop_ids)}
+            fields |= {"top_k": settings.top_k}
+        return fields
 
     def _reply(self, request: Request, answer: dict[str, Any]) -> Written:
         choice = answer["choices"][0]
@@ -192,14 +200,3 @@ class _Asking:
             f"{self.server.url} does not write the verifier's prompt ({request.id}, {where}): it serves another model "
             "or chat template; start it with blockdraft serve or vllm serve on the same folder"
         )
-
-
-def _may_pass(error: BaseException) -> bool:
-    if isinstance(error, httpx.HTTPStatusError):
-        return error.response.status_code in _AGAIN or error.response.status_code >= 500
-    return isinstance(error, (httpx.TransportError, TimeoutError, ValueError, KeyError, IndexError, TypeError))
-
-
-def _headers() -> dict[str, str]:
-    key = os.environ.get(_KEY)
-    return {"Authorization": f"Bearer {key}"} if key else {}

@@ -65,7 +65,7 @@ class Projections(nn.Module):
         )
 
     def project(self, hidden_NE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [N, Q, H], keys and values [N, K, H]; queries and keys are normalised, not rotated."""
+        """Queries [N, Q, H], keys and values [N, K, H]; queries and keys are normalized, not rotated."""
         flat, _ = self.qkv_proj(hidden_NE)
         heads = flat.unflatten(-1, (-1, self.head_dim))
         query, key, value = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)

@@ -22,9 +22,9 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.platforms import current_platform
 
 from blockdraft.errors import InputError
-from blockdraft.serving.plugin import on_v1_runner
-from blockdraft.serving.t5gemma2.attention import EncoderAttention, MergedAttention, Plans
-from blockdraft.serving.t5gemma2.prompts import MODALITY, SourceDummies, SourceInfo, SourceProcessor
+from blockdraft.vllm_plugin.facts import on_v1_runner
+from blockdraft.vllm_plugin.t5gemma2.attention import EncoderAttention, MergedAttention, Plans
+from blockdraft.vllm_plugin.t5gemma2.prompts import MODALITY, SourceDummies, SourceInfo, SourceProcessor
 
 STACKED = {
     ".q_proj.": (".qkv_proj.", "q"), ".k_proj.": (".qkv_proj.", "k"), ".v_proj.": (".qkv_proj.", "v"),

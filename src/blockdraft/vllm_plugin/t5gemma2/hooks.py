@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from blockdraft.serving.t5gemma2.prompts import SourceProcessor, with_source, with_text
+from blockdraft.vllm_plugin.t5gemma2.prompts import SourceProcessor, with_source, with_text
 
 Stock = Callable[..., Any]
 

@@ -6,6 +6,7 @@ that is accepted within what rounding does to this verifier's own logits (`decod
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import tempfile
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from blockdraft.data.templates import ChatTemplate
 from blockdraft.decoding.engine import DecodingEngine, Reply
 from blockdraft.decoding.identity import differences, tie_bound
 from blockdraft.errors import InputError
-from blockdraft.serving.replies import Server, write_replies
+from blockdraft.responses.server import Server, write_replies
 from blockdraft.settings import RegenerateSettings, SamplingSettings
 from blockdraft.verifiers.base import Verifier
 
@@ -76,8 +77,7 @@ def _ask(
     server: Server, requests: Sequence[Request], template: ChatTemplate, settings: RegenerateSettings
 ) -> list[Written]:
     greedy = dataclasses.replace(settings, max_new_tokens=TOKENS, temperature=0.0, top_k=0, top_p=1.0)
-    with tempfile.TemporaryDirectory() as folder:
-        journal = Journal(Path(folder) / "probe.jsonl")
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(Journal(Path(folder) / "probe.db")) as journal:
         write_replies(server, requests, template, greedy, journal)
         answers = [journal.get(request.id, request.turn) for request in requests]
     assert all(answer is not None for answer in answers)

@@ -1,32 +1,33 @@
 """The vLLM plugin, found through the entry point `vllm.general_plugins` and run in every process of the engine.
 
 It registers the draft family under the engine's method "dflash": checkpoints of type dflare, dspark (where the runner
-has no dspark of its own) and our mixtures load `draft_model.BlockDraftForCausalLM`; DFlash checkpoints stay with the
-engine's own class. What the engine's proposer must do differently for them is wrapped around its methods, and faults of
-the engine are patched for every draft (`_mend_context_key_norm`, `_keep_windows_apart`, `sampling`, `request_checks`).
+has no dspark of its own) and custom ones load `draft_model.BlockDraftForCausalLM`; DFlash checkpoints stay with the
+engine's own class. What the engine's proposer must do differently for them is wrapped around its methods, and errors of
+the engine are patched for every draft (`_patch_context_key_norm`, `_keep_windows_apart`, `sampling`, `request_checks`).
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
 from blockdraft.checkpoints.speculators import CONTRACT_KEY, parse_config
-from blockdraft.contract import Contract
 from blockdraft.errors import InputError
-from blockdraft.models.config import MIXTURE, DraftConfig
-from blockdraft.serving.request_checks import patch_requests
-from blockdraft.serving.sampling import patch_sampling
-from blockdraft.serving.support import PATCHED, T5GEMMA2
+from blockdraft.presets import CUSTOM, CUSTOM_ARCHITECTURE, PRESETS, vllm_method_of
+from blockdraft.version import __version__
+from blockdraft.vllm_plugin.facts import STATED, on_v1_runner
+from blockdraft.vllm_plugin.request_checks import patch_requests
+from blockdraft.vllm_plugin.sampling import patch_sampling
+from blockdraft.vllm_plugin.servable import is_known, require_servable, unknown_engine
+from blockdraft.vllm_plugin.support import PATCHED, T5GEMMA2
 
-KNOWN_ENGINES = ("0.32",)
-METHODS = ("dflash", "dflare", "dspark", MIXTURE)
-ARCHITECTURE = "BlockDraftModel"
-STATED = "blockdraft_checkpoint"  # where the engine's draft config keeps the whole config.json of the checkpoint
 _DONE = "_blockdraft_plugin"
+_ACTIVE = (
+    f"blockdraft %s is active in vLLM %s; drafts: {', '.join((*PRESETS, CUSTOM))}; models: %s; patched: "
+    "draft proposer, draft layers, sampling with a draft, request checks, prompts of encoder-decoder models"
+)
 
 
 def register() -> None:
@@ -38,15 +39,16 @@ def register() -> None:
         return
     setattr(algos, _DONE, True)
     known = is_known(vllm.__version__)
-    for method in METHODS:
+    for method in (*PRESETS, CUSTOM):
         stock = algos.SUPPORTED_SPECULATORS_TYPES.get(method)
-        update = functools.partial(_update, method, stock) if known else functools.partial(_refuse, method, stock)
+        update = functools.partial(_update, method, stock) if known else functools.partial(_reject, method, stock)
         algos.register_speculator(method)(update)
+    _say_so(known)
     if not known:
         return
     _serve_as_dflash()
-    vllm.ModelRegistry.register_model(ARCHITECTURE, "blockdraft.serving.draft_model:BlockDraftForCausalLM")
-    _mend_context_key_norm()
+    vllm.ModelRegistry.register_model(CUSTOM_ARCHITECTURE, "blockdraft.vllm_plugin.draft_model:BlockDraftForCausalLM")
+    _patch_context_key_norm()
     patch_sampling()
     patch_requests(on_v1_runner())
     _keep_windows_apart()
@@ -55,27 +57,30 @@ def register() -> None:
     _serve_t5gemma2()
 
 
-def is_known(version: str) -> bool:
-    """Whether the plugin was written for this version of vLLM."""
-    return version.startswith(tuple(f"{known}." for known in KNOWN_ENGINES))
+def _say_so(known: bool) -> None:
+    """One line in the engine's log, once in every process that loads the plugin: what in it is not stock vLLM."""
+    import vllm
+    from vllm import logger as engine_log
 
+    log = engine_log.init_logger("vllm.plugins.blockdraft")  # vLLM shows what is below its own name only
 
-def unknown_engine(version: str) -> InputError:
-    """The refusal of another version."""
-    known = ", ".join(f"{each}.*" for each in KNOWN_ENGINES)
-    return InputError("vllm", version, f"this blockdraft serves through vLLM {known}; install one of these")
+    def say() -> None:
+        if known:
+            log.info(_ACTIVE, __version__, vllm.__version__, ", ".join((CUSTOM_ARCHITECTURE, *PATCHED, T5GEMMA2)))
+        else:
+            log.warning("blockdraft %s does not know vLLM %s and rejects its own drafts", __version__, vllm.__version__)
 
+    if log.hasHandlers():
+        say()
+        return
+    configure = engine_log.configure_logging  # the server loads plugins before it has read how to log
 
-def on_v1_runner() -> bool:
-    """Whether the engine uses its V1 model runner: on processors always, on CUDA when told so."""
-    from vllm.platforms import current_platform
+    def then_say(config: Any) -> None:
+        engine_log.configure_logging = configure
+        configure(config)
+        say()
 
-    return current_platform.is_cpu() or os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0"
-
-
-def checkpoint_facts(engine_config: Any) -> tuple[DraftConfig, Contract]:
-    """What the checkpoint of an engine's draft config states."""
-    return parse_config(getattr(engine_config, STATED), "config.json")
+    engine_log.configure_logging = then_say
 
 
 def _update(
@@ -90,46 +95,24 @@ def _update(
         stock(config_dict=config_dict, pre_trained_config=pre_trained_config)
         return
     stated = copy.deepcopy(config_dict)  # the engine writes its draft config into the nested layer config
-    config, contract = parse_config(stated, "config.json")
-    require_servable(config, contract, on_v1_runner())
-    if method == "dspark" and not on_v1_runner():
-        assert stock is not None
+    require_servable(parse_config(stated, "config.json"), on_v1_runner())
+    if stock is not None and _stays(method):
         stock(config_dict=config_dict, pre_trained_config=pre_trained_config)
     else:
         algos.update_dflash(config_dict=config_dict, pre_trained_config=pre_trained_config)
-        if method != "dflash":
-            pre_trained_config["architectures"] = [ARCHITECTURE]
+        pre_trained_config["architectures"] = [CUSTOM_ARCHITECTURE]
     pre_trained_config[STATED] = stated
 
 
-def require_servable(config: DraftConfig, contract: Contract, v1_runner: bool) -> None:
-    """Refuse by name what the engine cannot compute as it was trained."""
-    if len(set(config.causal)) > 1:
-        raise InputError("contract causal", config.causal, "vLLM has one causality for all layers of a draft")
-    if len({window for window in config.windows if window is not None}) > 1:
-        raise InputError("contract windows", config.windows, "vLLM has one window for all sliding layers of a draft")
-    if None in config.windows and len(set(config.windows)) > 1 and (v1_runner or contract.method != "dflash"):
-        raise InputError(
-            "contract windows", config.windows, "sliding beside full layers needs vLLM's V2 runner and method dflash"
-        )
-    if v1_runner:
-        return
-    if contract.method in ("dflare", MIXTURE):
-        raise InputError(
-            "VLLM_USE_V2_MODEL_RUNNER", "not 0", f"method {contract.method} runs on vLLM's V1 runner; set it to 0"
-        )
-    if contract.method == "dspark" and contract.sequential_head not in ("none", "markov"):
-        raise InputError(
-            "contract sequential_head",
-            contract.sequential_head,
-            "vLLM's V2 runner has the markov head only; set VLLM_USE_V2_MODEL_RUNNER=0",
-        )
+def _stays(method: str) -> bool:
+    """Whether drafts of a method are left to the engine's own class: all that it has one for, DFlash alone on V1."""
+    return vllm_method_of(method) == "dflash" or (vllm_method_of(method) is not None and not on_v1_runner())
 
 
-def _refuse(
+def _reject(
     method: str, stock: Callable[..., None] | None, config_dict: dict[str, Any], pre_trained_config: dict[str, Any]
 ) -> None:
-    """In an engine that this plugin does not know: leave others' drafts alone, refuse ours."""
+    """In an engine that this plugin does not know: leave others' drafts alone, reject ours."""
     import vllm
 
     if CONTRACT_KEY in config_dict or stock is None:
@@ -145,25 +128,25 @@ def _serve_as_dflash() -> None:
 
     def build(cls: type, config_dict: dict[str, Any]) -> dict[str, Any]:
         result = stock(config_dict=config_dict)
-        if result["method"] in ("dflare", MIXTURE) or (result["method"] == "dspark" and on_v1_runner()):
+        if result["method"] in (*PRESETS, CUSTOM) and not _stays(result["method"]):
             result["method"] = "dflash"
         return result
 
     SpeculatorsConfig.build_vllm_speculative_config = classmethod(build)
 
 
-def _mend_context_key_norm() -> None:
-    """vLLM 0.32's rms_norm on processors takes a weight of two dimensions and uses its first row for every layer.
+def _patch_context_key_norm() -> None:
+    """vLLM 0.32's rms_norm on CPUs takes a weight of two dimensions and uses its first row for every layer.
 
-    All draft layers but the first would normalise their context keys wrongly: the text stays right, acceptance falls.
+    All draft layers but the first would normalize their context keys wrongly: the text stays right, acceptance falls.
     """
     from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
     from vllm.platforms import current_platform
 
-    from blockdraft.serving.draft_model import normalised_context_keys
+    from blockdraft.vllm_plugin.draft_model import normalized_context_keys
 
     if current_platform.is_cpu():
-        DFlashQwen3Model._normalize_context_k = normalised_context_keys
+        DFlashQwen3Model._normalize_context_k = normalized_context_keys
 
 
 def _keep_windows_apart() -> None:
@@ -194,7 +177,7 @@ def _extend_proposer() -> None:
     """Teach the engine's DFlash proposer blocks that sample from the anchor, sequential heads, and to keep a record."""
     from vllm.v1.spec_decode.dflash import DFlashProposer
 
-    from blockdraft.serving import proposer
+    from blockdraft.vllm_plugin import proposer
 
     for name, wrapper in (
         ("__init__", proposer.init),
@@ -211,7 +194,7 @@ def _give_hidden_states() -> None:
     import vllm
 
     for architecture in PATCHED:
-        vllm.ModelRegistry.register_model(architecture, f"blockdraft.serving.hidden_states:{architecture}")
+        vllm.ModelRegistry.register_model(architecture, f"blockdraft.vllm_plugin.hidden_states:{architecture}")
 
 
 def _serve_t5gemma2() -> None:
@@ -220,9 +203,11 @@ def _serve_t5gemma2() -> None:
     from vllm.renderers.base import BaseRenderer
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from blockdraft.serving.t5gemma2 import hooks
+    from blockdraft.vllm_plugin.t5gemma2 import hooks
 
-    vllm.ModelRegistry.register_model(T5GEMMA2, "blockdraft.serving.t5gemma2.model:T5Gemma2ForConditionalGeneration")
+    vllm.ModelRegistry.register_model(
+        T5GEMMA2, "blockdraft.vllm_plugin.t5gemma2.model:T5Gemma2ForConditionalGeneration"
+    )
     for owner, name, wrapper in (
         (BaseRenderer, "process_for_engine", hooks.process_prompt),
         (BaseRenderer, "process_for_engine_async", hooks.process_prompt_async),

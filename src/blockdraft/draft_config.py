@@ -1,67 +1,35 @@
-"""What a draft is built from, and the presets that the literature has names for."""
+"""The one description of a draft: its shape and its components."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from blockdraft.choices import ConfidenceHead, ContextFusion, ContextKV, SequentialHead, words
 from blockdraft.errors import InputError
-
-# The sockets that give a method its name; a draft is one class whatever they say.
-METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "dflash": MappingProxyType(
-            {
-                "context_fusion": "projected",
-                "context_kv": "shared",
-                "sequential_head": "none",
-                "confidence_head": "none",
-                "confidence_with_previous": False,
-                "sample_from_anchor": False,
-            }
-        ),
-        "dflare": MappingProxyType(
-            {
-                "context_fusion": "layerwise",
-                "context_kv": "separate",
-                "sequential_head": "none",
-                "confidence_head": "none",
-                "confidence_with_previous": False,
-                "sample_from_anchor": False,
-            }
-        ),
-        "dspark": MappingProxyType(
-            {
-                "context_fusion": "projected",
-                "context_kv": "shared",
-                "sequential_head": "markov",
-                "confidence_head": "linear",
-                "confidence_with_previous": True,
-                "sample_from_anchor": True,
-            }
-        ),
-    }
-)
+from blockdraft.presets import CUSTOM, Components, preset_of
 
 # Far beyond any model: a number above these is damage, and tensors of such shapes cannot even be described.
 _LARGEST = {
-    "hidden_size": 2**24, "num_layers": 2**16, "num_heads": 2**16, "num_kv_heads": 2**16, "head_dim": 2**16,
-    "intermediate_size": 2**28, "vocab_size": 2**28, "block_size": 2**16, "max_position_embeddings": 2**40,
+    "hidden_size": 2**24, "num_layers": 2**16, "num_attention_heads": 2**16, "num_key_value_heads": 2**16,
+    "head_dim": 2**16, "intermediate_size": 2**28, "vocab_size": 2**28, "block_size": 2**16,
+    "max_position_embeddings": 2**40,
 }  # fmt: skip
-MIXTURE = "blockdraft"  # the method's name when the sockets are nobody's preset
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftConfig:
-    """Shape and sockets of a BlockDraft. Everything is stated; defaults live in `settings`."""
+    """Shape and components of a BlockDraft.
+
+    A field that a draft setting has the name of takes its value (`training.creation`). Everything is stated; defaults
+    live in `settings`. A default here is what checkpoints from before the field are.
+    """
 
     hidden_size: int
     num_layers: int
-    num_heads: int
-    num_kv_heads: int
+    num_attention_heads: int
+    num_key_value_heads: int
     head_dim: int
     intermediate_size: int
     rms_norm_eps: float
@@ -69,7 +37,7 @@ class DraftConfig:
     """Rows of the verifier's embedding and head."""
     draft_vocab_size: int
     """Tokens that the draft can propose; `vocab_size`, or less with a map."""
-    tap_ids: tuple[int, ...]
+    target_layer_ids: tuple[int, ...]
     """Ascending; tap i is the residual stream after i verifier layers."""
     context_fusion: str
     context_kv: str
@@ -83,8 +51,8 @@ class DraftConfig:
     """Whether the confidence head also sees the embedding of the token before the slot."""
     sample_from_anchor: bool
     """True: slot k proposes the token behind it, the anchor's slot too. False: mask slots fill themselves in."""
-    standardise_taps: bool
-    """Whether taps are standardised before fusion (calibrated once on the data)."""
+    standardize_taps: bool
+    """Whether taps are standardized before fusion (calibrated once on the data)."""
     block_size: int
     mask_token_id: int
     rope_parameters: dict[str, Any]
@@ -110,10 +78,10 @@ class DraftConfig:
         _require(0 <= eps < 1, "rms_norm_eps", eps, "must be 0 or more and under 1")
         _require(self.block_size >= 2, "block_size", self.block_size, "must be 2 or more: an anchor and a slot")
         _require(
-            self.num_heads % self.num_kv_heads == 0,
+            self.num_attention_heads % self.num_key_value_heads == 0,
             "num_key_value_heads",
-            self.num_kv_heads,
-            f"must divide the {self.num_heads} query heads",
+            self.num_key_value_heads,
+            f"must divide the {self.num_attention_heads} query heads",
         )
         _require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "must be even, since rotary embedding turns pairs")
         self._check_taps_and_tokens()
@@ -130,7 +98,7 @@ class DraftConfig:
             )
 
     def _check_taps_and_tokens(self) -> None:
-        taps = list(self.tap_ids)
+        taps = list(self.target_layer_ids)
         _require(
             bool(taps) and taps == sorted(set(taps)), "target_layer_ids", taps, "must be ascending, without repetition"
         )
@@ -163,7 +131,7 @@ class DraftConfig:
             _require(not self.confidence_with_previous, "confidence_with_previous", True, "needs a confidence head")
 
     @property
-    def num_proposed(self) -> int:
+    def num_speculative_tokens(self) -> int:
         """Tokens that a block of the trained size proposes."""
         return self.block_size - self.first_predicted
 
@@ -184,17 +152,14 @@ class DraftConfig:
 
     @property
     def method(self) -> str:
-        """The literature's name for these sockets, or MIXTURE.
+        """The preset's name for these components, or CUSTOM."""
+        return preset_of(Components.of(self)) if self.uniform else CUSTOM
 
-        Projected fusion with shared keys is DSpark as soon as it has a head of its own or samples from the anchor.
-        """
-        fused = (self.context_fusion, self.context_kv)
-        extended = self.sequential_head != "none" or self.confidence_head != "none" or self.sample_from_anchor
-        if not self.uniform:
-            return MIXTURE
-        if fused == ("projected", "shared"):
-            return "dspark" if extended else "dflash"
-        return "dflare" if fused == ("layerwise", "separate") and not extended else MIXTURE
+    @property
+    def exported(self) -> DraftConfig:
+        """The same draft as a file holds it: the standardization of a projection is folded into its weight."""
+        folded = self.standardize_taps and self.context_fusion == "projected"
+        return dataclasses.replace(self, standardize_taps=False) if folded else self
 
 
 def _require(condition: bool, field: str, value: object, remedy: str) -> None:

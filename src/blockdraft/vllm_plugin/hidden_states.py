@@ -2,7 +2,7 @@
 
 A draft reads hidden states that the engine takes from its own model class (`EagleModelMixin`). The families below have
 the engine's ordinary loop over layers, but no code that keeps what a tap needs. Here they get that loop with it, as the
-engine's Llama has it. The plugin registers each under the name `blockdraft.serving.hidden_states:ARCHITECTURE`;
+engine's Llama has it. The plugin registers each under the name `blockdraft.vllm_plugin.hidden_states:ARCHITECTURE`;
 the class is patched when the engine asks for it, so that other models pay nothing.
 """
 
@@ -17,7 +17,7 @@ from vllm.distributed import get_pp_group
 from vllm.model_executor.models.interfaces import EagleModelMixin, SupportsEagle3, supports_eagle3
 from vllm.sequence import IntermediateTensors
 
-from blockdraft.serving.support import PATCHED
+from blockdraft.vllm_plugin.support import PATCHED
 
 
 def __getattr__(architecture: str) -> type:

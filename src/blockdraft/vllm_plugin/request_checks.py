@@ -32,15 +32,19 @@ def _patch_bodies() -> None:
 def without_accidents(stock: Callable[..., Any]) -> Callable[..., Any]:
     """FastAPI's check of a body against the request's type, which some bodies leave by an exception.
 
-    vLLM's validators call methods of what a client sent, whatever its type is (`{"structured_outputs": [1]}`), and its
-    tokenizer cannot read half of a surrogate pair. Both are the client's mistakes.
+    vLLM's validators call methods of what a client sent, whatever its type is (`{"structured_outputs": [1]}`), its
+    tokenizer cannot read half of a surrogate pair, and what it sends to the engine has room for 64 bits a number. All
+    are the client's mistakes.
     """
 
     def validate(field: Any, value: Any, *args: Any, loc: tuple[Any, ...] = (), **kwargs: Any) -> Any:
         try:
             if isinstance(value, dict):
                 json.dumps(value, ensure_ascii=False, default=str).encode()
+                _require_numbers_that_travel(value)
             return stock(field, value, *args, loc=loc, **kwargs)
+        except _TooLargeError as error:
+            said = str(error)
         except UnicodeEncodeError:
             said = "the body holds half of a surrogate pair, which is no text"
         except (AttributeError, TypeError, KeyError, IndexError, OverflowError, RecursionError) as error:
@@ -48,6 +52,22 @@ def without_accidents(stock: Callable[..., Any]) -> Callable[..., Any]:
         return None, [{"type": "value_error", "loc": loc, "msg": said, "input": None}]
 
     return validate
+
+
+class _TooLargeError(Exception):
+    pass
+
+
+def _require_numbers_that_travel(value: Any) -> None:
+    """Reject whole numbers beyond 64 bits, anywhere in a body."""
+    if isinstance(value, dict):
+        for each in value.values():
+            _require_numbers_that_travel(each)
+    elif isinstance(value, list):
+        for each in value:
+            _require_numbers_that_travel(each)
+    elif isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise _TooLargeError("the body has a whole number of more than 64 bits")
 
 
 def with_draft_checks(stock: Callable[..., None]) -> Callable[..., None]:

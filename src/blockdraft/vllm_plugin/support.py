@@ -1,8 +1,8 @@
 """Can vLLM 0.32 give a draft the hidden states of a verifier? Answered before an engine is started, without vLLM.
 
 What the engine's own classes can do stands in `engine_models`, a table made from vLLM's sources. The families in
-`PATCHED` get what they lack from the plugin (`serving.hidden_states`). What the engine does not know itself it hands to
-transformers' class, if that allows it.
+`PATCHED` get what they lack from the plugin (`vllm_plugin.hidden_states`). What the engine does not know itself it
+hands to transformers' class, if that allows it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import transformers
 from blockdraft.contract import Contract
 from blockdraft.errors import InputError
 from blockdraft.files import read_json
-from blockdraft.serving.engine_models import BACKEND, NO_STATES, STATES
+from blockdraft.vllm_plugin.engine_models import BACKEND, NO_STATES, STATES
 
 T5GEMMA2 = "T5Gemma2ForConditionalGeneration"  # a model that the plugin brings along
 ENGINE = "vLLM 0.32"
@@ -159,6 +159,6 @@ def require_hidden_states(verifier: str, trained_with: str, tap_ids: Sequence[in
 def served_by_engine(contract: Contract, verifier: str) -> str:
     """The same as one text for a report."""
     try:
-        return require_hidden_states(verifier, contract.verifier.architecture, contract.tap_ids).text
+        return require_hidden_states(verifier, contract.verifier.architecture, contract.draft.target_layer_ids).text
     except InputError as error:
         return f"no: {error}"
