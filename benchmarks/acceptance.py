@@ -57,13 +57,13 @@ def row_of(result: dict[str, Any]) -> list[str]:
         f"{rate['draft']:.1f}",
         f"{result['speedup']:.2f}",
         f"{result['identical']} of {result['heldout_prompts']}",
-        f"{served['identical']} / {served['ties']} / {served['faults']}",
+        f"{served['identical']} / {served['ties']} / {served['mismatches']}",
         f"{served['largest_gap']:.2f} / {served['tie_bound']:.2f}",
     ]
 
 
 def growth_table(results: Sequence[dict[str, Any]], minutes: float, num_columns: int = 6) -> str:
-    """Acceptance on the validation documents, the last value up to each of some minutes."""
+    """Acceptance on the validation examples, the last value up to each of some minutes."""
     marks = [minutes * (i + 1) / num_columns for i in range(num_columns)]
     rows = []
     for result in results:
@@ -126,7 +126,7 @@ def main() -> None:
             f"{options.minutes:g} minutes of training each. "
             "A tie is a first difference whose two tokens lie within the bound of the best float32 logit.\n\n"
             f"{table}\n\n"
-            "Exact acceptance on the validation documents (5% of the training replies; each draft at its own "
+            "Exact acceptance on the validation set (5% of the training replies; each draft at its own "
             "largest K, which is 7, for DSpark 8) while it was trained, one run each under a cosine schedule that "
             "ends with it:\n\n"
             f"{growth}\n\n![Acceptance while training]({figure.name})"

@@ -1,4 +1,4 @@
-"""The picture of learned tokens in the README, from `blockdraft prepare --preview`.
+"""The picture of supervised tokens in the README, from `blockdraft prepare --preview`.
 
 python benchmarks/preview.py --out docs/preview.svg
 """

@@ -72,7 +72,7 @@ def measured(checkpoint: Path, heldout: Path, options: argparse.Namespace) -> li
                     f"{decoded['acceptance_length']:.3f}",
                     f"{one['acceptance_length']['vllm']:.3f}",
                     f"{one['acceptance_length']['vllm_counters']:.3f}",
-                    str(one["faults"]),
+                    str(one["mismatches"]),
                     str(batch),
                     f"{decoded['plain_tokens_per_second']:.0f}",
                     f"{decoded['draft_tokens_per_second']:.0f}",

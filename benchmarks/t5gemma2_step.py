@@ -36,7 +36,7 @@ from blockdraft.losses.objective import Objective  # noqa: E402
 from blockdraft.models.block_draft import BlockDraft  # noqa: E402
 from blockdraft.ops.anchors import choose_anchors  # noqa: E402
 from blockdraft.presets import PRESETS  # noqa: E402
-from blockdraft.records import Document  # noqa: E402
+from blockdraft.records import Example  # noqa: E402
 from blockdraft.training.hidden_states import InProcess  # noqa: E402
 from blockdraft.training.step import row_loss  # noqa: E402
 from blockdraft.verifiers.encoder_decoder import EncoderDecoderVerifier  # noqa: E402
@@ -96,7 +96,7 @@ def make_draft(verifier: EncoderDecoderVerifier) -> BlockDraft:
     ).to(verifier.device)
     assert draft.vocabulary is not None
     draft.vocabulary.keep(torch.arange(DRAFT_VOCABULARY, device=verifier.device))
-    draft.borrow(verifier.embed, verifier.head_VE)
+    draft.share(verifier.embed, verifier.head_VE)
     draft.initialise(0)
     return draft
 
@@ -134,15 +134,15 @@ def main() -> None:
     optimizer = torch.optim.AdamW(draft.parameters(), 6e-4)
     draw = torch.Generator().manual_seed(0)
     source, target = (torch.randint(1000, VOCABULARY, (n,), generator=draw).tolist() for n in (SOURCE, TARGET - 1))
-    document = Document.of_reply("row", [2], target, "length", source_ids=source)
+    example = Example.of_reply("row", [2], target, "length", source_ids=source)
     states = InProcess(verifier, TAPS, with_final=True)
-    objective, row = Objective({"kl": 1.0}, "fixed-exp-decay"), pack_row([document])
+    objective, row = Objective({"kl": 1.0}, "fixed-exp-decay"), pack_row([example])
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
         blocks = choose_anchors(row.loss_mask, row.lengths, ANCHORS, draw)
         with torch.autocast(verifier.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-            outcome = row_loss(draft, row, states.get([document]), blocks, objective, verifier.logit_softcap)
+            outcome = row_loss(draft, row, states.get([example]), blocks, objective, verifier.logit_softcap)
         outcome.loss.backward()
         optimizer.step()
 

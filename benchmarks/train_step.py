@@ -1,4 +1,4 @@
-"""Time and peak memory of a training step (forward and backward) over a grid, beside its floor, its twin and a rival.
+"""Time and peak memory of a training step (forward and backward) over a grid, beside its floor, its reference and a rival.
 
     python benchmarks/train_step.py                                            # the whole grid, blockdraft alone
     python benchmarks/train_step.py --peer-python peer/bin/python --methods dflash --out docs/results.md
@@ -7,7 +7,7 @@
 Every cell is measured in processes of its own that take turns, A B A B, after one step each that is not counted; the
 table has medians. "floor" is the time of the matrix products alone that a step cannot avoid (steps/floor.py).
 The peer is Speculators 0.9.0 in its own environment: `pip install torch==2.13.0 speculators==0.9.0` and then remove
-torchvision and torchaudio, whose PyPI builds do not import beside a processor build of torch.
+torchvision and torchaudio, whose PyPI builds do not import beside a CPU build of torch.
 """
 
 from __future__ import annotations

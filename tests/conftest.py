@@ -49,7 +49,7 @@ from blockdraft.models.block_draft import BlockDraft  # noqa: E402
 from blockdraft.pipeline.prepare import prepare  # noqa: E402
 from blockdraft.pipeline.regenerate import regenerate  # noqa: E402
 from blockdraft.presets import PRESETS  # noqa: E402
-from blockdraft.records import Document  # noqa: E402
+from blockdraft.records import Example  # noqa: E402
 from blockdraft.settings import PrepareSettings, RegenerateSettings  # noqa: E402
 from blockdraft.training.creation import make_contract  # noqa: E402
 from blockdraft.verifiers.base import Verifier  # noqa: E402
@@ -213,7 +213,7 @@ def tiny_draft(verifier: Verifier, config: DraftConfig, seed: int = 0) -> BlockD
     if draft.vocabulary is not None:
         kept = torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size]
         draft.vocabulary.keep(kept.sort().values.to(verifier.device))
-    draft.borrow(verifier.embed, verifier.head_VE)
+    draft.share(verifier.embed, verifier.head_VE)
     draft.initialise(seed)
     with torch.no_grad():
         for name, parameter in draft.named_parameters():
@@ -282,10 +282,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def random_document(length: int, reply_start: int, seed: int, name: str | None = None) -> Document:
+def random_example(length: int, reply_start: int, seed: int, name: str | None = None) -> Example:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, 96, (length,), generator=generator).tolist()
-    return Document.of_reply(name or f"doc{seed}", ids[:reply_start], ids[reply_start:], "length")
+    return Example.of_reply(name or f"doc{seed}", ids[:reply_start], ids[reply_start:], "length")
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ from blockdraft.checkpoints.speculators import DIGEST
 from blockdraft.checkpoints.store import CONFIG, PROVENANCE, WEIGHTS, digest, load_draft, read_checkpoint, save_draft
 from blockdraft.cli.tables import show_prepared, show_quickstart, show_training
 from blockdraft.data.record import read_record
-from blockdraft.data.table import RECORD, read_documents
+from blockdraft.data.table import RECORD, read_examples
 from blockdraft.errors import BlockdraftError, InputError
 from blockdraft.files import write_json
 from blockdraft.pipeline.loading import chat_mode_of
@@ -41,7 +41,7 @@ from blockdraft.training.run_folder import RunFolder
 from blockdraft.training.trainer import Trainer
 from blockdraft.verifiers.causal import CausalVerifier
 from blockdraft.verifiers.loading import load_verifier, save_folder
-from conftest import contract_of, own_replies, random_document, tiny_config, tiny_draft, tiny_verifier_of
+from conftest import contract_of, own_replies, random_example, tiny_config, tiny_draft, tiny_verifier_of
 
 Path_ = tuple[str | int, ...]
 DELETED = object()
@@ -69,15 +69,15 @@ class Kind:
 
 
 def places(value: Any, path: Path_ = ()) -> Iterator[Path_]:
-    """Every value of a JSON document, the document itself first."""
+    """Every value of a JSON example, the example itself first."""
     yield path
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, child in items:
         yield from places(child, (*path, key))
 
 
-def changed(document: Any, path: Path_, value: Any) -> Any:
-    copied = copy.deepcopy(document)
+def changed(example: Any, path: Path_, value: Any) -> Any:
+    copied = copy.deepcopy(example)
     if not path:
         return {} if value is DELETED else value
     place = copied
@@ -151,7 +151,7 @@ def data(root: Path, verifier: CausalVerifier) -> dict[str, Kind]:
     prompts = [{"messages": [{"role": "user", "content": f"w{i} w{i + 1} w{2 * i}"}]} for i in range(12)]
     (root / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
     own_replies(verifier, f"s={root / 'prompts.jsonl'}", root / "prompts", root / "data", 16)
-    said = {token for document in read_documents(root / "data", "--data-path") for token in document.input_ids}
+    said = {token for example in read_examples(root / "data", "--data-path") for token in example.input_ids}
     settings = dataclasses.replace(settings_of(root), mask_token_id=max(set(range(128)) - said))
 
     def read() -> None:
@@ -170,7 +170,7 @@ def settings_of(root: Path) -> TrainSettings:
 
 
 def run(root: Path, verifier: CausalVerifier) -> dict[str, Kind]:
-    plan = TrainingPlan(settings_of(root), verifier, [random_document(20, 5, i) for i in range(12)])
+    plan = TrainingPlan(settings_of(root), verifier, [random_example(20, 5, i) for i in range(12)])
     summary = Trainer.prepare(plan).run()
     record = root / "run" / RUN_RECORD
     made = {"run": Kind(record, json.loads(record.read_text()), RunFolder(plan).continues)}
@@ -185,11 +185,11 @@ def run(root: Path, verifier: CausalVerifier) -> dict[str, Kind]:
 
 def hidden_states(root: Path, verifier: CausalVerifier) -> dict[str, Kind]:
     maker = InProcess(verifier, (1, 3))
-    documents = [random_document(20, 5, 1)]
-    HiddenStateFiles(root / "states", InProcess(verifier, (1, 2, 3), with_final=True)).prepare(documents)
+    examples = [random_example(20, 5, 1)]
+    HiddenStateFiles(root / "states", InProcess(verifier, (1, 2, 3), with_final=True)).prepare(examples)
 
     def read() -> None:
-        HiddenStateFiles(root / "states", maker, "raise").get(documents)
+        HiddenStateFiles(root / "states", maker, "raise").get(examples)
 
     path = root / "states" / STATES_RECORD
     return {"hidden states": Kind(path, json.loads(path.read_text()), read)}
@@ -202,7 +202,7 @@ def quickstart(root: Path) -> dict[str, Kind]:
         "acceptance_length": {"3": 1.5, "7": 1.6}, "speedup": 1.2, "identical": 3, "heldout_prompts": 3,
         "checkpoint": "/c", "dtype": "bfloat16", "tokens_per_second": {"plain": 10.0, "draft": 12.0}, "failures": ["x"],
         "float32": {"failures": [], "identical": 3, "same_rounds_as_one_pass": 3}, "machine": "m",
-        "served_dtype": {"identical": 2, "ties": 1, "faults": 0}, "training": {}, "settings": {},
+        "served_dtype": {"identical": 2, "ties": 1, "mismatches": 0}, "training": {}, "settings": {},
     }  # fmt: skip
     plan = {"seconds_per_step": 0.1, "epochs": 3.0}
     for name, content in (("result", result), ("plan", plan)):

@@ -9,7 +9,7 @@ import pytest
 
 from blockdraft.checkpoints.store import read_contract
 from blockdraft.data.sources import parse_sources
-from blockdraft.data.table import read_documents
+from blockdraft.data.table import read_examples
 from blockdraft.data.vocabulary import occurring_tokens
 from blockdraft.pipeline.prepare import prepare
 from blockdraft.pipeline.regenerate import regenerate
@@ -66,7 +66,7 @@ def test_it_trains_a_small_verifier_unchanged(tiny_seq2seq: EncoderDecoderVerifi
             max_new_tokens=12,
         )
     )  # fmt: skip
-    free = max(set(range(VOCAB)) - occurring_tokens(read_documents(tmp_path / "data", "data")))
+    free = max(set(range(VOCAB)) - occurring_tokens(read_examples(tmp_path / "data", "data")))
     changes = {"verifier_name_or_path": name, "mask_token_id": free, "epochs": 1.0, "data_path": tmp_path / "data",
                "save_path": tmp_path / "run"}  # fmt: skip
     result = train(build(TrainSettings, changes, T5GEMMA2))

@@ -1,6 +1,6 @@
 """A worker: blockdraft's training step on random states, forward and backward.
 
-`python ours.py CASE [plain] [head]`: plain takes the twins (whole logits, one dense mask), head measures head and loss
+`python ours.py CASE [plain] [head]`: plain takes the reference implementations (whole logits, one dense mask), head measures head and loss
 alone on given hidden states.
 """
 
@@ -38,9 +38,9 @@ from blockdraft.models import block_draft  # noqa: E402
 from blockdraft.ops.anchors import choose_anchors  # noqa: E402
 from blockdraft.ops.attention import plain_attention  # noqa: E402
 from blockdraft.presets import PRESETS  # noqa: E402
-from blockdraft.records import Document  # noqa: E402
+from blockdraft.records import Example  # noqa: E402
 from blockdraft.training import step as step_module  # noqa: E402
-from blockdraft.training.hidden_states import DocumentStates  # noqa: E402
+from blockdraft.training.hidden_states import ExampleStates  # noqa: E402
 
 
 def draft_config(case: Case) -> DraftConfig:
@@ -86,11 +86,11 @@ def main() -> None:
     dtype = getattr(torch, case.dtype)
     table = (0.02 * torch.randn(case.vocab, HIDDEN)).to(dtype)
     draft = block_draft.BlockDraft(draft_config(case))
-    draft.borrow(table.__getitem__, table)
+    draft.share(table.__getitem__, table)
     draft.initialise(0)
     tokens = torch.randint(5, case.vocab, (case.seq_len,)).tolist()
-    row = pack_row([Document.of_reply("row", tokens[:PROMPT], tokens[PROMPT:], "length")])
-    states = DocumentStates(
+    row = pack_row([Example.of_reply("row", tokens[:PROMPT], tokens[PROMPT:], "length")])
+    states = ExampleStates(
         taps=torch.randn(case.seq_len, len(TAPS), HIDDEN).to(dtype),
         greedy=torch.randint(case.vocab, (case.seq_len,)),
         final=torch.randn(case.seq_len, HIDDEN).to(dtype),

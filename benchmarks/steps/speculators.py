@@ -1,6 +1,6 @@
 """A worker for Speculators 0.9.0, run by its own environment's Python: its DFlash step on random states.
 
-As its trainer does it: float32 parameters, autocast for bfloat16, forward and backward. On processors it has no fused
+As its trainer does it: float32 parameters, autocast for bfloat16, forward and backward. On CPUs it has no fused
 losses and no FlexAttention, so it runs sdpa and eager losses.
 """
 

@@ -162,6 +162,6 @@ class DraftConfig:
         return dataclasses.replace(self, standardize_taps=False) if folded else self
 
 
-def _require(condition: bool, field: str, value: object, remedy: str) -> None:
+def _require(condition: bool, field: str, value: object, hint: str) -> None:
     if not condition:
-        raise InputError("--" + field.replace("_", "-"), value, remedy)
+        raise InputError("--" + field.replace("_", "-"), value, hint)

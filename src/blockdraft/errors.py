@@ -1,4 +1,4 @@
-"""The errors a user can meet. Each message is one line that names the field, its value and the remedy."""
+"""The errors a user can meet. Each message is one line that names the field, its value and the hint."""
 
 import re
 
@@ -21,14 +21,14 @@ class InputError(BlockdraftError):
     Args:
         field: the flag, setting, file or contract field at fault, in the user's words.
         value: what was found there.
-        remedy: what is accepted, or what to do about it.
+        hint: what is accepted, or what to do about it.
     """
 
     exit_code = 2
 
-    def __init__(self, field: str, value: object, remedy: str) -> None:
-        self.field, self.value, self.remedy = field, value, remedy
+    def __init__(self, field: str, value: object, hint: str) -> None:
+        self.field, self.value, self.hint = field, value, hint
         shown = str(value)
         if len(shown) > _LONGEST_VALUE:
             shown = f"{shown[: _LONGEST_VALUE // 2]} ... {shown[-_LONGEST_VALUE // 4 :]}"
-        super().__init__(f"{field}: {shown}: {remedy}")
+        super().__init__(f"{field}: {shown}: {hint}")

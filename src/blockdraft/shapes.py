@@ -3,7 +3,7 @@
 A tensor's name may carry its shape as a suffix: ``hidden_NBD`` is [blocks, slots, draft width].
 
 =====  =====================================================================================
-``T``  packed tokens of one training row (several documents end to end)
+``T``  packed tokens of one training row (several examples end to end)
 ``R``  rows of a decoding batch
 ``N``  anchored blocks
 ``B``  slots of a block (slot 0 is the anchor)

@@ -16,7 +16,7 @@ from typing import Any
 from blockdraft.errors import InputError
 
 _LARGEST = 2**63  # of whole numbers: what tensors and files hold
-_REMEDY = "the file is damaged, or of another version of blockdraft"
+_HINT = "the file is damaged, or of another version of blockdraft"
 
 
 def checked(hint: Any, value: Any, where: str) -> Any:
@@ -47,7 +47,7 @@ def checked(hint: Any, value: Any, where: str) -> Any:
         return {key: checked(typing.get_args(hint)[1], item, f"{where} {key}") for key, item in value.items()}
     if hint is Any or (isinstance(hint, type) and _is_a(hint, value)):
         return value
-    raise InputError(where, _shown(value), f"must be {_NAMES.get(origin or hint, 'null')}; {_REMEDY}")
+    raise InputError(where, _shown(value), f"must be {_NAMES.get(origin or hint, 'null')}; {_HINT}")
 
 
 def _checked_dataclass(cls: Any, raw: Any, where: str) -> Any:
@@ -57,9 +57,9 @@ def _checked_dataclass(cls: Any, raw: Any, where: str) -> Any:
     names = {field.name for field in fields}
     needed = {field.name for field in fields if field.default is dataclasses.MISSING}
     for name in sorted(needed - raw.keys()):
-        raise InputError(f"{where} {name}", "missing", _REMEDY)
+        raise InputError(f"{where} {name}", "missing", _HINT)
     for name in sorted(raw.keys() - names):
-        raise InputError(f"{where} {name}", _shown(raw[name]), f"unknown field; {_REMEDY}")
+        raise InputError(f"{where} {name}", _shown(raw[name]), f"unknown field; {_HINT}")
     return cls(**{name: checked(hints[name], raw[name], f"{where} {name}") for name in sorted(names & raw.keys())})
 
 

@@ -50,7 +50,7 @@ def small_verifier(small_asset: Asset) -> EncoderDecoderVerifier:
 
 @pytest.fixture(scope="session")
 def heldout_sources(small_asset: Asset, small_verifier: EncoderDecoderVerifier) -> list[list[int]]:
-    """Token ids of a hundred sources: those held out, and learned ones behind them where real pairs have fewer."""
+    """Token ids of a hundred sources: those held out, and supervised ones behind them where real pairs have fewer."""
     lines = [line for path in (small_asset.heldout, small_asset.train) for line in path.read_text().splitlines()]
     return [small_verifier.tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines[:100]]
 

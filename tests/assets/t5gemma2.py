@@ -77,14 +77,14 @@ def read_pairs(path: Path) -> list[Pair]:
 def make(folder: Path, pairs: Sequence[Pair], steps: int) -> None:
     """Train a model and write it with its prompts, whole or not at all."""
     heldout = {source for source, _ in pairs if hashlib.sha256(source.encode()).digest()[0] < 26}  # a tenth
-    learned = [pair for pair in pairs if pair[0] not in heldout]
-    tokenizer = make_tokenizer(learned)
-    model = train(make_model(), tokenizer, learned, steps)
+    supervised = [pair for pair in pairs if pair[0] not in heldout]
+    tokenizer = make_tokenizer(supervised)
+    model = train(make_model(), tokenizer, supervised, steps)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with replacing(folder) as temporary:
         model.save_pretrained(temporary / "verifier")
         tokenizer.save_pretrained(temporary / "verifier")
-        for name, sources in (("train", {source for source, _ in learned}), ("heldout", heldout)):
+        for name, sources in (("train", {source for source, _ in supervised}), ("heldout", heldout)):
             lines = "".join(json.dumps({"prompt": source}) + "\n" for source in sorted(sources))
             write_text(temporary / f"{name}.jsonl", lines)
 

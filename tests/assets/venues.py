@@ -2,7 +2,7 @@
 
     name[The Amber Fox], kind[bakery], area[harbour], price[low]  ->  The Amber Fox is a cheap bakery at the harbour.
 
-Names are put together from parts, so that they must be copied and cannot be learned by heart.
+Names are put together from parts, so that they must be copied and cannot be supervised by heart.
 """
 
 from __future__ import annotations

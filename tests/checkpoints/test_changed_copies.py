@@ -104,7 +104,7 @@ def copied(original: Path, tmp_path: Path) -> Path:
 
 
 def refused(folder: Path, verifier: CausalVerifier, capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line with which loading and `check` refuse."""
+    """The one line with which loading and `check` reject."""
     with pytest.raises(InputError) as error:
         load_draft(folder, verifier, torch.float32)
     assert run(["check", str(folder)]) == 2

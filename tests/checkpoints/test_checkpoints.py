@@ -26,12 +26,12 @@ from blockdraft.settings import CheckpointSettings
 from blockdraft.training.step import positions_before
 from blockdraft.verifiers.causal import CausalVerifier
 from blockdraft.verifiers.loading import save_folder
-from conftest import contract_of, random_document, rewrite, tiny_config, tiny_draft, tiny_verifier_of
+from conftest import contract_of, random_example, rewrite, tiny_config, tiny_draft, tiny_verifier_of
 
 
 def hidden_of(draft: BlockDraft, verifier: CausalVerifier) -> torch.Tensor:
     """Everything a draft says: hidden states, corrected logits of each slot, confidences and the map of its ids."""
-    row = pack_row([random_document(30, 5, 3)])
+    row = pack_row([random_example(30, 5, 3)])
     taps = verifier.states([row.tokens], draft.config.target_layer_ids)[0].taps
     blocks = choose_anchors(row.loss_mask, row.lengths, 0)
     hidden = draft(taps, row.tokens, row.positions, blocks).detach()
@@ -95,7 +95,7 @@ def test_every_tensor_matters(saved: tuple[BlockDraft, Path], tiny_verifier: Cau
         if tensor.is_floating_point():
             changed = hidden_of(load_draft(folder, tiny_verifier, torch.float32)[0], tiny_verifier)
             assert not torch.allclose(changed, wanted, atol=1e-4), f"{name} has no effect"
-        else:  # the vocabulary map stands twice, and its hash in the contract
+        else:  # the vocabulary map stands twice, and its digest in the contract
             with pytest.raises(InputError, match="d2t"):
                 load_draft(folder, tiny_verifier, torch.float32)
         missing = {k: v for k, v in tensors.items() if k != name}

@@ -83,7 +83,7 @@ def test_the_whole_chain_by_commands(capsys: pytest.CaptureFixture[str], worksho
     assert set(result["acceptance"]) == {"1", "7"}
     for proof in result["decoding"].values():
         assert proof["identical"] == proof["same_rounds_as_one_pass"] == 12
-        assert proof["faults"] == 0
+        assert proof["mismatches"] == 0
     code, out, err = call(capsys, *evaluate, "--decode")
     assert code == 0 and "acceptance length" in out and "token-identical" in out
     code, out, err = call(capsys, "generate", checkpoint, "w3 w4", "--show-drafts", "--max-new-tokens", 9)

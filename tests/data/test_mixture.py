@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockdraft.data.conversations import content_hash
+from blockdraft.data.conversations import content_digest
 from blockdraft.data.mixture import first_occurrences, place, ranks, wanted_counts
 from blockdraft.data.sources import Source
 from blockdraft.errors import InputError
 
-KEYS = [content_hash(i) for i in range(2000)]
+KEYS = [content_digest(i) for i in range(2000)]
 
 
 @given(st.lists(st.integers(0, 20), max_size=60))
 def test_first_occurrences(values: list[int]) -> None:
-    keys = [content_hash(value) for value in values]
+    keys = [content_digest(value) for value in values]
     seen: set[int] = set()
     wanted = [not (value in seen or seen.add(value)) for value in values]
     assert first_occurrences(keys).tolist() == wanted
@@ -27,7 +27,7 @@ def test_first_occurrences(values: list[int]) -> None:
 def test_the_split_is_stable_and_of_the_asked_size() -> None:
     train = [key for key in KEYS if place(key) < 0.9]
     assert 0.87 < len(train) / len(KEYS) < 0.93
-    more = [key for key in [content_hash(i) for i in range(-500, 2000)] if place(key) < 0.9]
+    more = [key for key in [content_digest(i) for i in range(-500, 2000)] if place(key) < 0.9]
     assert set(train) <= set(more)
 
 
@@ -77,8 +77,8 @@ def test_weights_share_every_row(weights: list[int], num_rows: int) -> None:
         ((0.5, 0.5), [100, 5], 50, "25 rows asked for, 5 usable"),
     ],
 )
-def test_what_cannot_be_had_is_refused(amounts: tuple, available: list[int], num_rows: int, remedy: str) -> None:
-    with pytest.raises(InputError, match=remedy):
+def test_what_cannot_be_had_is_refused(amounts: tuple, available: list[int], num_rows: int, hint: str) -> None:
+    with pytest.raises(InputError, match=hint):
         wanted_counts(sources(*amounts), available, num_rows)
 
 
@@ -86,5 +86,5 @@ def test_every_source_is_in_a_capped_mixture() -> None:
     """Ten rows of two sources of ten: both are there, and the same ones for the same seed."""
     counts = wanted_counts(sources(None, None), [10, 10], 10)
     assert counts == [5, 5]
-    order = ranks([content_hash(f"{s}{i}") for s in "ab" for i in range(10)], 1).argsort()
+    order = ranks([content_digest(f"{s}{i}") for s in "ab" for i in range(10)], 1).argsort()
     assert len(Counter("ab"[i // 10] for i in order[:10])) == 2

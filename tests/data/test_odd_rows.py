@@ -26,7 +26,7 @@ from blockdraft.data.readers import read_rows
 from blockdraft.data.sources import Source
 from blockdraft.data.templates import ChatTemplate
 from blockdraft.errors import InputError
-from blockdraft.records import Document
+from blockdraft.records import Example
 from blockdraft.vllm_plugin import record
 from conftest import tiny_tokenizer
 from data.odd_rows import EXAMPLES, TEXTS, VALUES, rows
@@ -52,8 +52,8 @@ def test_any_row_is_an_example_or_a_reason(row: Any, converter: str | None, rewr
         for turn in found.messages:
             assert turn["content"] is None or isinstance(turn["content"], str)
     elif isinstance(found, Tokens):
-        # What the trainer asks of a document, which it makes of these ids.
-        Document("x", found.input_ids, found.targets, found.source_ids)
+        # What the trainer asks of an example, which it makes of these ids.
+        Example("x", found.input_ids, found.targets, found.source_ids)
         json.dumps(found.input_ids)
         assert all(1 <= a < b <= len(found.input_ids) for a, b in found.targets)
         assert all(a[1] <= b[0] for a, b in zip(found.targets, found.targets[1:], strict=False))
@@ -177,11 +177,11 @@ def test_a_bad_quote_in_a_header_is_one_line(tmp_path: Path) -> None:
 
 
 @fuzz
-@given(id=TEXTS.filter(lambda text: "\ud800" not in text), refused=TEXTS.filter(lambda text: "\ud800" not in text))
-def test_a_journal_reads_what_it_wrote(tmp_path_factory: pytest.TempPathFactory, id: str, refused: str) -> None:
+@given(id=TEXTS.filter(lambda text: "\ud800" not in text), rejected=TEXTS.filter(lambda text: "\ud800" not in text))
+def test_a_journal_reads_what_it_wrote(tmp_path_factory: pytest.TempPathFactory, id: str, rejected: str) -> None:
     path = tmp_path_factory.getbasetemp() / "journal"
     path.unlink(missing_ok=True)
-    replies = [Written(id, 0, [1, 2], refused), Written(id, 1, [3])]
+    replies = [Written(id, 0, [1, 2], rejected), Written(id, 1, [3])]
     with contextlib.closing(Journal(path)) as journal:
         journal.add(replies)
     with contextlib.closing(Journal(path)) as again:

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from blockdraft.data.conversations import RowError
-from blockdraft.data.readers import source_digest, read_rows
+from blockdraft.data.readers import read_rows, source_digest
 from blockdraft.data.sources import Source, parse_sources
 from blockdraft.errors import InputError
 
@@ -88,12 +88,12 @@ def test_broken_lines_are_rows_with_their_line(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_not_there_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, location: str, split: str | None, remedy: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, location: str, split: str | None, hint: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("thing.xml", "rows.jsonl", "broken.parquet", "broken.jsonl.gz"):
         Path(name).write_text("{}")
-    with pytest.raises(InputError, match=remedy):
+    with pytest.raises(InputError, match=hint):
         list(read_rows(Source("s", location, split)))
 
 
@@ -141,6 +141,6 @@ def test_sources_are_parsed(text: str, wanted: Source) -> None:
         (("a=b",), ("a=nothing",), "must be source=converter"),
     ],
 )
-def test_bad_sources_are_refused(texts: tuple[str, ...], converters: tuple[str, ...], remedy: str) -> None:
-    with pytest.raises(InputError, match=remedy):
+def test_bad_sources_are_refused(texts: tuple[str, ...], converters: tuple[str, ...], hint: str) -> None:
+    with pytest.raises(InputError, match=hint):
         parse_sources(texts, converters)

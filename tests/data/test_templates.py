@@ -1,4 +1,4 @@
-"""Masks by rendering prefixes: what is learned is what the verifier would write behind its prompt, and all of it."""
+"""Masks by rendering prefixes: what is supervised is what the verifier would write behind its prompt, and all of it."""
 
 from __future__ import annotations
 
@@ -202,7 +202,9 @@ def test_written_replies_keep_their_own_tokens(rewritten: str) -> None:
     talk = conversation("q", "the", "q2", "the")
     written = template.encode_written(talk, {1: [*letters, end], 3: [*letters, end]})
     if rewritten == "last":
-        (text,) = written  # the first reply comes back as another token in the second prompt: only the last is learned
+        (text,) = (
+            written  # the first reply comes back as another token in the second prompt: only the last is supervised
+        )
         assert [text.input_ids[a:b] for a, b in text.targets] == [[*letters, end]]
     else:
         assert [[t.input_ids[a:b] for a, b in t.targets] for t in written] == [[[*letters, end]]] * 2

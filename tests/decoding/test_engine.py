@@ -10,12 +10,12 @@ from blockdraft.decoding.engine import DecodingEngine, Reply
 from blockdraft.decoding.identity import TIE_CEILING, differences, first_difference, tie_bound
 from blockdraft.decoding.one_pass import one_pass_acceptance
 from blockdraft.errors import InputError
-from blockdraft.records import Document
+from blockdraft.records import Example
 from blockdraft.settings import SamplingSettings
 from blockdraft.verifiers.causal import CausalVerifier
-from conftest import FAMILIES, random_document, tiny_config, tiny_draft, tiny_verifier_of
+from conftest import FAMILIES, random_example, tiny_config, tiny_draft, tiny_verifier_of
 
-PROMPTS = [random_document(n, 1, n).input_ids for n in (3, 41, 17, 9, 26)]
+PROMPTS = [random_example(n, 1, n).input_ids for n in (3, 41, 17, 9, 26)]
 
 
 def decode(verifier, draft, k: int, batch: int = 2, prompts=PROMPTS, **sampling) -> list[Reply]:
@@ -40,8 +40,8 @@ def test_any_draft_leaves_the_text_unchanged_and_counts_equal_one_pass(family: s
     verifier = tiny_verifier_of(family)
     draft = tiny_draft(verifier, tiny_config(method))
     plain = decode(verifier, None, 0)
-    documents = [Document.of_reply(str(r.index), r.prompt, r.tokens, "length") for r in plain]
-    predicted = one_pass_acceptance(verifier, draft, documents, range(1, 8))
+    examples = [Example.of_reply(str(r.index), r.prompt, r.tokens, "length") for r in plain]
+    predicted = one_pass_acceptance(verifier, draft, examples, range(1, 8))
     assert all(p.disagreements == 0 for p in predicted)
     for k in range(1, 8):
         drafted = decode(verifier, draft, k, batch=1 + k % 4)

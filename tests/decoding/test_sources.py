@@ -16,9 +16,9 @@ from blockdraft.errors import InputError
 from blockdraft.ops.acceptance import AcceptanceCounts
 from blockdraft.settings import SamplingSettings
 from blockdraft.verifiers.encoder_decoder import EncoderDecoderVerifier
-from conftest import IMAGE, random_document, tiny_config, tiny_draft
+from conftest import IMAGE, random_example, tiny_config, tiny_draft
 
-SOURCES = [random_document(length, 1, length).input_ids for length in (3, 41, 17, 9, 26)]
+SOURCES = [random_example(length, 1, length).input_ids for length in (3, 41, 17, 9, 26)]
 
 
 def decode(verifier, draft, k: int, batch: int, prompts=SOURCES, **sampling) -> list[Reply]:
@@ -50,9 +50,9 @@ def test_any_draft_leaves_the_text_unchanged_and_counts_equal_one_pass(
     tiny_seq2seq: EncoderDecoderVerifier, plain: list[Reply], method: str
 ) -> None:
     draft = tiny_draft(tiny_seq2seq, tiny_config(method))
-    documents = [reply.document(str(reply.index)) for reply in plain]
-    assert [document.source_ids for document in documents] == SOURCES
-    predicted = one_pass_acceptance(tiny_seq2seq, draft, documents, [1, 4, 7])
+    examples = [reply.example(str(reply.index)) for reply in plain]
+    assert [example.source_ids for example in examples] == SOURCES
+    predicted = one_pass_acceptance(tiny_seq2seq, draft, examples, [1, 4, 7])
     assert all(p.disagreements == 0 for p in predicted)
     for k, batch in ((1, 5), (4, 2), (7, 3)):
         drafted = decode(tiny_seq2seq, draft, k, batch)
@@ -64,7 +64,7 @@ def test_a_text_judged_with_another_source_disagrees(tiny_seq2seq: EncoderDecode
     """Sources travel with their replies; a mix-up cannot go unseen."""
     draft = tiny_draft(tiny_seq2seq, tiny_config())
     swapped = [Reply(0, plain[0].prompt, 24, plain[0].tokens, source=plain[1].source)]
-    (outcome,) = one_pass_acceptance(tiny_seq2seq, draft, [swapped[0].document("0")], [4])
+    (outcome,) = one_pass_acceptance(tiny_seq2seq, draft, [swapped[0].example("0")], [4])
     assert outcome.disagreements > 0
     other = Reply(0, plain[0].prompt, 24, plain[0].tokens[:5], source=plain[0].source)
     assert differences(tiny_seq2seq, plain[:1], [other], 0.0)[0].position == 5
@@ -117,8 +117,8 @@ def test_a_trained_draft_is_accepted_as_one_pass_says(
     engine = DecodingEngine(small_verifier, draft, 7, SamplingSettings(max_new_tokens=LONGEST))
     drafted = engine.generate(heldout_sources, 10)
     assert [reply.tokens for reply in drafted] == [reply.tokens for reply in small_replies]
-    documents = [reply.document(str(reply.index)) for reply in small_replies]
-    predicted = one_pass_acceptance(small_verifier, draft, documents, [7])
+    examples = [reply.example(str(reply.index)) for reply in small_replies]
+    predicted = one_pass_acceptance(small_verifier, draft, examples, [7])
     assert [reply.rounds for reply in drafted] == [outcome.rounds[7] for outcome in predicted]
     counts = AcceptanceCounts.of([step for reply in drafted for step in reply.rounds], 7)
     assert counts.acceptance_length > 2

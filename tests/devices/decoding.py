@@ -13,7 +13,7 @@ import torch
 
 from blockdraft.decoding.engine import DecodingEngine, Reply
 from blockdraft.decoding.identity import differences, tie_bound
-from blockdraft.decoding.one_pass import document_proposals, one_pass_acceptance
+from blockdraft.decoding.one_pass import example_proposals, one_pass_acceptance
 from blockdraft.decoding.slot_gaps import SlotGaps
 from blockdraft.models.block_draft import BlockDraft
 from blockdraft.settings import SamplingSettings
@@ -53,7 +53,7 @@ def _greedy(device: str, _folder: Path, name: str, kind: str, threshold: float =
     assert [r.tokens for r in plain] == [r.tokens for r in drafted] == [r.tokens for r in wanted]
     assert [r.rounds for r in drafted] == [r.rounds for r in wanted]
     draft = _draft(device, name, kind)
-    texts = [reply.document(str(reply.index)) for reply in plain]
+    texts = [reply.example(str(reply.index)) for reply in plain]
     k = draft.config.num_speculative_tokens
     outcomes = one_pass_acceptance(verifier_on(device, kind), draft, texts, [k, 2], threshold)
     assert [outcome.rounds[k] for outcome in outcomes] == [reply.rounds for reply in drafted]
@@ -72,10 +72,10 @@ def _sampled(device: str, _folder: Path, name: str | None) -> None:
 def _gaps(device: str, _folder: Path, name: str) -> None:
     """Proposals after every token, and float32 gaps of their slots, are the CPU's."""
     found = []
-    text = _replies("cpu", None)[1].document("1")
+    text = _replies("cpu", None)[1].example("1")
     for where in (device, "cpu"):
         exact = SimpleNamespace(verifier=verifier_on(where), draft=_draft(where, name))
-        proposals = document_proposals(exact.verifier, exact.draft, text, exact.draft.config.num_speculative_tokens)
+        proposals = example_proposals(exact.verifier, exact.draft, text, exact.draft.config.num_speculative_tokens)
         gaps = SlotGaps(exact, exact, text, proposals)
         assert gaps.bound < 1e-3
         ids = [first[0] for first in proposals.values()]

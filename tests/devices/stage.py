@@ -10,17 +10,17 @@ from pathlib import Path
 
 import torch
 
-from blockdraft.records import Document
+from blockdraft.records import Example
 from blockdraft.settings import TrainSettings
 from blockdraft.training.plan import TrainingPlan
 from blockdraft.verifiers.causal import CausalVerifier
 from blockdraft.verifiers.encoder_decoder import EncoderDecoderVerifier
 from blockdraft.verifiers.loading import LoadedVerifier
-from conftest import random_document, tiny_encoder_decoder, tiny_verifier_of
+from conftest import random_example, tiny_encoder_decoder, tiny_verifier_of
 
 MASK, TAPS = 100, (0, 2, 4)
-DOCUMENTS = [random_document(24 + i % 5, 6 + i % 3, i) for i in range(8)]
-PROMPTS = [random_document(n, 1, n).input_ids for n in (3, 30, 17)]
+EXAMPLES = [random_example(24 + i % 5, 6 + i % 3, i) for i in range(8)]
+PROMPTS = [random_example(n, 1, n).input_ids for n in (3, 30, 17)]
 CLOSE = {"rtol": 1e-3, "atol": 1e-4}  # sums of a step in another order
 
 
@@ -36,13 +36,12 @@ def verifier_on(device: str, kind: str = "llama", dtype: torch.dtype = torch.flo
     return moved
 
 
-def documents_for(verifier: LoadedVerifier) -> list[Document]:
+def examples_for(verifier: LoadedVerifier) -> list[Example]:
     """Texts to train on, with sources where the verifier has an encoder."""
     if not verifier.has_encoder:
-        return DOCUMENTS
+        return EXAMPLES
     return [
-        Document.of_reply(each.id, [2], each.input_ids[8:], "length", source_ids=each.input_ids[:8])
-        for each in DOCUMENTS
+        Example.of_reply(each.id, [2], each.input_ids[8:], "length", source_ids=each.input_ids[:8]) for each in EXAMPLES
     ]
 
 
@@ -53,7 +52,7 @@ def plan_of(verifier: LoadedVerifier, folder: Path, **changes: object) -> Traini
         "logger": "none", "target_layer_ids": TAPS, "epochs": 2.0, "total_seq_len": 80, "max_anchors": 12,
         "mask_token_id": MASK, "train_data_ratio": 0.7, "block_size": 5, "num_layers": 2, "compile": "off",
     }  # fmt: skip
-    return TrainingPlan(TrainSettings(**{**settings, **changes}), verifier, documents_for(verifier))  # type: ignore[arg-type]
+    return TrainingPlan(TrainSettings(**{**settings, **changes}), verifier, examples_for(verifier))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)

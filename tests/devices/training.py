@@ -131,8 +131,8 @@ def _states_on_disk(device: str, folder: Path) -> None:
     common = {"hidden_states_path": folder / "states", "loss_fn": "kl", "states_memory_gib": 0.0}
     plan = plan_of(verifier_on(device), folder / "a", **common)
     trainer = Trainer.prepare(plan)
-    made = plan.states.provider._maker.get(plan.documents)  # type: ignore[attr-defined]
-    read = plan.states.get(range(len(plan.documents)))
+    made = plan.states.provider._maker.get(plan.examples)  # type: ignore[attr-defined]
+    read = plan.states.get(range(len(plan.examples)))
     for ours, right in zip(read, made, strict=True):
         for name in ("taps", "greedy", "final"):
             assert getattr(ours, name).device == trainer.plan.verifier.device

@@ -36,7 +36,7 @@ def random_targets(
         mask = torch.arange(SLOTS) < torch.randint(0, SLOTS + 1, (num_blocks, 1), generator=generator)
     elif masking == "none":
         mask[:] = False
-    learnable = mask & (torch.rand(num_blocks, SLOTS, generator=generator) < 0.8) if masking == "ragged" else mask
+    in_vocabulary = mask & (torch.rand(num_blocks, SLOTS, generator=generator) < 0.8) if masking == "ragged" else mask
     teacher = Teacher(
         final_TE=torch.randn(40, HIDDEN, generator=generator, dtype=torch.float64),
         positions_NK=torch.randint(40, (num_blocks, SLOTS), generator=generator),
@@ -45,7 +45,7 @@ def random_targets(
         whole_head_VE=torch.randn(3 * VOCAB, HIDDEN, generator=generator, dtype=torch.float64) if whole else None,
     )
     ids = torch.randint(VOCAB, (num_blocks, SLOTS), generator=generator)
-    return SlotTargets(ids, mask, learnable, teacher)
+    return SlotTargets(ids, mask, in_vocabulary, teacher)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
@@ -136,9 +136,9 @@ def test_dpace_by_its_formula() -> None:
 
 def test_what_the_draft_cannot_say_ends_the_block_for_dpace_and_earns_nothing() -> None:
     mask = torch.ones(1, 4, dtype=torch.bool)
-    learnable = torch.tensor([[True, False, True, True]])
-    targets = SlotTargets(torch.zeros(1, 4, dtype=torch.int64), mask, learnable)
-    confident = torch.where(learnable, 1.0, 0.0)
+    in_vocabulary = torch.tensor([[True, False, True, True]])
+    targets = SlotTargets(torch.zeros(1, 4, dtype=torch.int64), mask, in_vocabulary)
+    confident = torch.where(in_vocabulary, 1.0, 0.0)
     weights = Objective({"ce": 1.0}, "dpace", dpace_alpha=0.25).weights(confident, targets)[0]
     torch.testing.assert_close(weights, torch.tensor([1 + 3 * 0.25, 0.0, 2 * 0.25, 0.25]))
 
@@ -208,8 +208,8 @@ def test_confidence_figures_are_means_over_supervised_slots() -> None:
 def test_what_the_draft_cannot_say_counts_as_wrong() -> None:
     predicted = ids = torch.tensor([[0, 0, 1]])
     mask = torch.ones(1, 3, dtype=torch.bool)
-    learnable = torch.tensor([[True, False, True]])
-    figures = BlockMetrics.of(predicted, SlotTargets(ids, mask, learnable)).figures()
+    in_vocabulary = torch.tensor([[True, False, True]])
+    figures = BlockMetrics.of(predicted, SlotTargets(ids, mask, in_vocabulary)).figures()
     assert figures["accuracy"] == pytest.approx(2 / 3) == figures["coverage"]
     assert figures["accuracy_in_draft_vocabulary"] == 1.0
     assert figures["block_length"] == 2.0

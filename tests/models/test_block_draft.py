@@ -11,7 +11,7 @@ from blockdraft.data.packing import pack_row
 from blockdraft.models.fusion import TapStatistics
 from blockdraft.ops.anchors import Blocks, choose_anchors
 from blockdraft.verifiers.causal import CausalVerifier
-from conftest import random_document, tiny_config, tiny_draft
+from conftest import random_example, tiny_config, tiny_draft
 
 GRID = list(itertools.product(["projected", "layerwise"], ["shared", "separate"], [True, False]))
 VARIANTS = [
@@ -31,7 +31,7 @@ def test_context_at_or_after_the_anchor_cannot_change_the_draft(
     tiny_verifier: CausalVerifier, fusion: str, kv: str, standardize: bool
 ) -> None:
     draft = tiny_draft(tiny_verifier, grid_config(fusion, kv, standardize))
-    row = pack_row([random_document(30, 5, 1)])
+    row = pack_row([random_example(30, 5, 1)])
     taps = tiny_verifier.states([row.tokens], draft.config.target_layer_ids)[0].taps.clone().requires_grad_()
     anchor = 12
     blocks = Blocks(torch.tensor([anchor, anchor + 3]), torch.tensor([0, 0]), torch.tensor([30, 30]))
@@ -46,14 +46,14 @@ def test_context_at_or_after_the_anchor_cannot_change_the_draft(
 @pytest.mark.parametrize("method", ["dflash", "dflare"])
 def test_packed_equals_alone(tiny_verifier: CausalVerifier, method: str, variant: dict) -> None:
     draft = tiny_draft(tiny_verifier, tiny_config(method, **variant))
-    documents = [random_document(n, s, i) for i, (n, s) in enumerate([(13, 4), (40, 11), (9, 2)])]
-    states = tiny_verifier.states([torch.tensor(d.input_ids) for d in documents], draft.config.target_layer_ids)
-    row = pack_row(documents)
+    examples = [random_example(n, s, i) for i, (n, s) in enumerate([(13, 4), (40, 11), (9, 2)])]
+    states = tiny_verifier.states([torch.tensor(d.input_ids) for d in examples], draft.config.target_layer_ids)
+    row = pack_row(examples)
     blocks = choose_anchors(row.loss_mask, row.lengths, 0)
     packed = draft(torch.cat([s.taps for s in states]), row.tokens, row.positions, blocks)
     alone = []
-    for document, own in zip(documents, states, strict=True):
-        single = pack_row([document])
+    for example, own in zip(examples, states, strict=True):
+        single = pack_row([example])
         anchors = choose_anchors(single.loss_mask, single.lengths, 0)
         alone.append(draft(own.taps, single.tokens, single.positions, anchors))
     torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-4, atol=1e-5)
@@ -67,10 +67,10 @@ def test_decoding_computes_what_training_computes(
 ) -> None:
     """One block after ragged contexts in the cache, against the packed forward with the same anchors."""
     draft = tiny_draft(tiny_verifier, tiny_config(method, **variant))
-    documents = [random_document(n, 2, i) for i, n in enumerate((25, 14, 19))]
+    examples = [random_example(n, 2, i) for i, n in enumerate((25, 14, 19))]
     anchors = [20, 7, 13]
     cache = draft.cache(3)
-    states = tiny_verifier.states([torch.tensor(d.input_ids) for d in documents], draft.config.target_layer_ids)
+    states = tiny_verifier.states([torch.tensor(d.input_ids) for d in examples], draft.config.target_layer_ids)
     taps = torch.nn.utils.rnn.pad_sequence([s.taps for s in states], batch_first=True)
     # In two pieces, the first longer than what is kept of it: rejected positions must leave no trace.
     draft.extend_context(cache, taps[:, :9])
@@ -78,12 +78,12 @@ def test_decoding_computes_what_training_computes(
     rest = torch.stack([taps[r, p : p + 14] for r, p in enumerate((6, 4, 9))])
     draft.extend_context(cache, rest)
     cache.commit(torch.tensor([14, 3, 4]))
-    ids = torch.tensor([d.input_ids[a] for d, a in zip(documents, anchors, strict=True)])
+    ids = torch.tensor([d.input_ids[a] for d, a in zip(examples, anchors, strict=True)])
     draft.block_hidden(cache, ids.flip(0), 8)  # an earlier proposal that was thrown away
     decoded = draft.block_hidden(cache, ids, block_size)
-    for index, (document, own, anchor) in enumerate(zip(documents, states, anchors, strict=True)):
-        row = pack_row([document])
-        blocks = Blocks(torch.tensor([anchor]), torch.tensor([0]), torch.tensor([len(document.input_ids)]))
+    for index, (example, own, anchor) in enumerate(zip(examples, states, anchors, strict=True)):
+        row = pack_row([example])
+        blocks = Blocks(torch.tensor([anchor]), torch.tensor([0]), torch.tensor([len(example.input_ids)]))
         trained = draft(own.taps, row.tokens, row.positions, blocks, block_size)
         torch.testing.assert_close(decoded[index], trained[0], rtol=1e-4, atol=1e-5)
 
@@ -92,7 +92,7 @@ def test_decoding_computes_what_training_computes(
 def test_causality_inside_the_block_follows_the_flag(tiny_verifier: CausalVerifier, causal: bool) -> None:
     """The anchor's token reaches every slot; a later slot's position reaches an earlier one only without causality."""
     draft = tiny_draft(tiny_verifier, tiny_config(causal=(causal, causal)))
-    row = pack_row([random_document(30, 5, 1)])
+    row = pack_row([random_example(30, 5, 1)])
     taps = tiny_verifier.states([row.tokens], draft.config.target_layer_ids)[0].taps
     blocks = Blocks(torch.tensor([12]), torch.tensor([0]), torch.tensor([30]))
     whole = draft(taps, row.tokens, row.positions, blocks, 8)
@@ -103,7 +103,7 @@ def test_causality_inside_the_block_follows_the_flag(tiny_verifier: CausalVerifi
 def test_the_whole_head_is_rotated_and_distance_matters(tiny_verifier: CausalVerifier) -> None:
     """Every channel pair of a head turns: moving all positions changes nothing, moving the block does."""
     draft = tiny_draft(tiny_verifier, tiny_config())
-    row = pack_row([random_document(20, 5, 1)])
+    row = pack_row([random_example(20, 5, 1)])
     taps = tiny_verifier.states([row.tokens], draft.config.target_layer_ids)[0].taps
     blocks = Blocks(torch.tensor([10]), torch.tensor([0]), torch.tensor([20]))
     here = draft(taps, row.tokens, row.positions, blocks)
@@ -131,7 +131,7 @@ def test_folded_projection_equals_standardized_taps() -> None:
 def test_every_parameter_has_an_effect_and_a_gradient(tiny_verifier: CausalVerifier) -> None:
     for method in ("dflash", "dflare"):
         draft = tiny_draft(tiny_verifier, tiny_config(method))
-        row = pack_row([random_document(30, 5, 1)])
+        row = pack_row([random_example(30, 5, 1)])
         taps = tiny_verifier.states([row.tokens], draft.config.target_layer_ids)[0].taps
         blocks = choose_anchors(row.loss_mask, row.lengths, 0)
         draft(taps, row.tokens, row.positions, blocks).square().sum().backward()
@@ -151,7 +151,7 @@ def test_rope_scaling_is_passed_on(tiny_verifier: CausalVerifier) -> None:
 def test_any_depth_gives_finite_states(tiny_verifier: CausalVerifier, num_layers: int) -> None:
     config = tiny_config(num_layers=num_layers, windows=(None,) * num_layers, causal=(False,) * num_layers)
     draft = tiny_draft(tiny_verifier, config)
-    row = pack_row([random_document(12, 3, 1)])
+    row = pack_row([random_example(12, 3, 1)])
     taps = tiny_verifier.states([row.tokens], config.target_layer_ids)[0].taps
     out = draft(taps, row.tokens, row.positions, choose_anchors(row.loss_mask, row.lengths, 0))
     assert bool(out.isfinite().all())

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from blockdraft.data.vocabulary import choose_vocabulary, coverage, token_counts
 from blockdraft.models.block_draft import BlockDraft
-from blockdraft.models.vocabulary import DraftVocabulary, map_hash
-from blockdraft.records import Document
+from blockdraft.models.vocabulary import DraftVocabulary, map_digest
+from blockdraft.records import Example
 from blockdraft.verifiers.causal import CausalVerifier
 from conftest import VOCAB, tiny_config
 
@@ -29,7 +29,7 @@ def test_most_frequent_first_then_the_smallest_ids(tokens: list[int], size: int)
 
 def test_only_replies_are_counted() -> None:
     counts = token_counts(
-        [Document.of_reply("a", [5, 5, 5], [7, 8, 8], "stop"), Document.of_reply("b", [1], [8], "stop")], VOCAB
+        [Example.of_reply("a", [5, 5, 5], [7, 8, 8], "stop"), Example.of_reply("b", [1], [8], "stop")], VOCAB
     )
     assert {i: int(n) for i, n in enumerate(counts) if n} == {7: 1, 8: 3}
 
@@ -52,11 +52,11 @@ def test_maps_are_offsets_and_marks() -> None:
 
 def test_hash_depends_on_the_kept_ids_alone() -> None:
     ids = torch.tensor([2, 3, 50])
-    assert map_hash(ids, 128) == map_hash(ids.clone(), 128)
-    assert len({map_hash(ids, 128), map_hash(ids + 1, 128), map_hash(ids, 256), map_hash(ids[:2], 128)}) == 4
+    assert map_digest(ids, 128) == map_digest(ids.clone(), 128)
+    assert len({map_digest(ids, 128), map_digest(ids + 1, 128), map_digest(ids, 256), map_digest(ids[:2], 128)}) == 4
 
 
 def test_a_draft_without_its_map_cannot_borrow(tiny_verifier: CausalVerifier) -> None:
     draft = BlockDraft(tiny_config(draft_vocab_size=40))
     with pytest.raises(AssertionError, match="map"):
-        draft.borrow(tiny_verifier.embed, tiny_verifier.head_VE)
+        draft.share(tiny_verifier.embed, tiny_verifier.head_VE)

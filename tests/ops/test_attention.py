@@ -1,4 +1,4 @@
-"""Chunked and FlexAttention against the dense twin, values and gradients, at awkward sizes."""
+"""Chunked and FlexAttention against the dense reference implementation, values and gradients, at awkward sizes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from blockdraft.ops import attention
 from blockdraft.ops.anchors import choose_anchors
 from blockdraft.ops.flex import flex_attention_of
 from blockdraft.ops.masks import context_mask
-from conftest import random_document
+from conftest import random_example
 
 LAYOUTS = {
     "one block": [(9, 7)],
@@ -26,8 +26,8 @@ LAYOUTS = {
 @pytest.mark.parametrize("block_size", [2, 7, 8])
 @pytest.mark.parametrize(("window", "causal"), [(None, False), (9, False), (None, True), (10, True)])
 def test_equals_the_dense_twin(layout: str, block_size: int, window: int | None, causal: bool) -> None:
-    documents = [random_document(length, start, i) for i, (length, start) in enumerate(LAYOUTS[layout])]
-    row = pack_row(documents)
+    examples = [random_example(length, start, i) for i, (length, start) in enumerate(LAYOUTS[layout])]
+    row = pack_row(examples)
     blocks = choose_anchors(row.loss_mask, row.lengths, max_anchors=0)
     n, t = len(blocks), len(row.tokens)
     generator = torch.Generator().manual_seed(0)
@@ -45,7 +45,7 @@ def test_equals_the_dense_twin(layout: str, block_size: int, window: int | None,
     fast = attention.ChunkedAttention(blocks, block_size, window, causal)(*tensors)
     plain = attention.plain_attention(*tensors, blocks, window, causal)
     torch.testing.assert_close(fast, plain)
-    # Forward only: on a processor FlexAttention has no backward.
+    # Forward only: on a CPU FlexAttention has no backward.
     flex = flex_attention_of(blocks, t, block_size, window, causal)(*(tensor.detach() for tensor in tensors))
     torch.testing.assert_close(flex, plain.detach(), rtol=1e-4, atol=1e-5)
     weight = torch.randn(fast.shape, generator=generator, dtype=torch.float64)
@@ -57,7 +57,7 @@ def test_equals_the_dense_twin(layout: str, block_size: int, window: int | None,
 
 @pytest.mark.parametrize("window", [None, 7])
 def test_chunks_cover_every_block_once_and_its_whole_context(window: int | None) -> None:
-    row = pack_row([random_document(63, 20, 0), random_document(40, 3, 1)])
+    row = pack_row([random_example(63, 20, 0), random_example(40, 3, 1)])
     blocks = choose_anchors(row.loss_mask, row.lengths, max_anchors=0)
     chunks = attention._chunks(blocks, 6, window)
     assert [i for chunk in chunks for i in range(chunk.part.start, chunk.part.stop)] == list(range(len(blocks)))
@@ -74,7 +74,7 @@ def test_gradients_of_flex_attention_equal_those_of_the_reference(
 ) -> None:
     """torch rejects FlexAttention's backward on the CPU; behind that check is its own plain implementation."""
     monkeypatch.setattr(flex_module, "_validate_device", lambda *_: None)
-    row = pack_row([random_document(length, start, length) for length, start in LAYOUTS["odd sizes"]])
+    row = pack_row([random_example(length, start, length) for length, start in LAYOUTS["odd sizes"]])
     blocks = choose_anchors(row.loss_mask, row.lengths, max_anchors=0)
     generator = torch.Generator().manual_seed(0)
     shapes = ((len(blocks), 7, 6, 8), *[(len(blocks), 7, 2, 8)] * 2, *[(len(row.tokens), 2, 8)] * 2)
@@ -90,7 +90,7 @@ def test_gradients_of_flex_attention_equal_those_of_the_reference(
 
 
 def test_the_device_of_the_blocks_chooses_the_kernel() -> None:
-    row = pack_row([random_document(9, 7, 0)])
+    row = pack_row([random_example(9, 7, 0)])
     blocks = choose_anchors(row.loss_mask, row.lengths, max_anchors=0)
     kinds = {device: attention.training_attention(blocks.to(device), 9, 4, None, False) for device in ("cpu", "meta")}
     assert isinstance(kinds["cpu"], attention.ChunkedAttention)
@@ -98,7 +98,7 @@ def test_the_device_of_the_blocks_chooses_the_kernel() -> None:
 
 
 def test_no_blocks() -> None:
-    row = pack_row([random_document(4, 3, 0)])
+    row = pack_row([random_example(4, 3, 0)])
     blocks = choose_anchors(row.loss_mask, row.lengths, max_anchors=0)
     assert len(blocks) == 0
     empty = torch.zeros(0, 8, 4, 8)

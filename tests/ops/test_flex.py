@@ -17,11 +17,11 @@ from blockdraft.ops import flex
 from blockdraft.ops.anchors import Blocks, choose_anchors
 from blockdraft.ops.attention import plain_attention
 from blockdraft.ops.masks import context_mask, slot_mask
-from conftest import random_document
+from conftest import random_example
 
 TILE = 128
 BLOCK_SIZE = 7
-# Length and start of the reply of each document: rows under, at and over a tile, and of several. A document of two
+# Length and start of the reply of each example: rows under, at and over a tile, and of several. An example of two
 # tokens starts no block, and one of three starts one, which sees one token.
 ROWS = {
     "3": [(3, 1)],
@@ -40,7 +40,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 def blocks_of(row: str) -> tuple[Blocks, int]:
     """At most 40 blocks of a row, and the row's length."""
-    packed = pack_row([random_document(length, start, i) for i, (length, start) in enumerate(ROWS[row])])
+    packed = pack_row([random_example(length, start, i) for i, (length, start) in enumerate(ROWS[row])])
     generator = torch.Generator().manual_seed(0)
     return choose_anchors(packed.loss_mask, packed.lengths, 40, generator), len(packed.tokens)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from blockdraft.data.table import read_documents
+from blockdraft.data.table import read_examples
 from blockdraft.data.templates import ChatMode
 from blockdraft.pipeline.loading import encode_all, load_pair
 from blockdraft.pipeline.prepare import prepare
@@ -45,8 +45,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     own = {"verifier_name_or_path": name, "dtype": "float32"}
     regenerate(RegenerateSettings(**own, data_path=root / "prompts", save_path=root / "data", max_new_tokens=8))
-    for document in read_documents(root / "data", "data"):
-        assert document.input_ids[document.first_target - 2 : document.first_target] == [CLOSES, NOT_THINKING]
+    for example in read_examples(root / "data", "data"):
+        assert example.input_ids[example.first_target - 2 : example.first_target] == [CLOSES, NOT_THINKING]
     made = train(
         TrainSettings(
             **own, data_path=root / "data", save_path=root / "draft", logger="none", mask_token_id=100, epochs=1.0,

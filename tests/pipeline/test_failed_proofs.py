@@ -45,8 +45,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CausalVerifier
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     extend, generate = CausalVerifier.extend, DecodingEngine.generate
 
-    def shifted(self: Any, cache: Any, tokens_RW: torch.Tensor, tap_ids: Any) -> Any:
-        states = extend(self, cache, tokens_RW, tap_ids)
+    def shifted(self: Any, cache: Any, tokens_RW: torch.Tensor, target_layer_ids: Any) -> Any:
+        states = extend(self, cache, tokens_RW, target_layer_ids)
         if tokens_RW.shape[1] == 1 or not cache.kv.longest:
             return states
         return dataclasses.replace(states, final=states.final.roll(1, dims=1))
@@ -154,7 +154,7 @@ def test_parity_with_a_server(
     with draft_server(verifier, draft, K, wrong) as url:
         code, result = outcome(capsys, *comparison(root, url))
     assert code == int(wrong)
-    assert bool(result["failures"]) == bool(result["faults"]) == wrong
+    assert bool(result["failures"]) == bool(result["mismatches"]) == wrong
     if wrong:
         assert "text of the vllm engine at position" in result["failures"][0]
 

@@ -60,7 +60,7 @@ def test_train_evaluate_and_generate(family: Family, tmp_path: Path, capsys: pyt
         capsys, "evaluate", made["checkpoint"], "--decode", **exact, data_path=prompts, k=3, max_new_tokens=LONGEST
     )
     proof = found["decoding"]["3"]
-    assert (proof["identical"], proof["same_rounds_as_one_pass"], proof["faults"]) == (len(texts), len(texts), 0)
+    assert (proof["identical"], proof["same_rounds_as_one_pass"], proof["mismatches"]) == (len(texts), len(texts), 0)
     assert found["disagreements"] == 0
 
     replies = call(capsys, "generate", made["checkpoint"], **exact, data_path=prompts, max_new_tokens=LONGEST)[

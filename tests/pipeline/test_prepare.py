@@ -18,7 +18,7 @@ import torch
 from blockdraft.cli.tables import show_prepared
 from blockdraft.data import preparation
 from blockdraft.data.mixture import place
-from blockdraft.data.table import RECORD, REJECTS, TABLE, Documents, read_documents, read_table
+from blockdraft.data.table import RECORD, REJECTS, TABLE, Examples, read_examples, read_table
 from blockdraft.decoding.engine import DecodingEngine
 from blockdraft.errors import InputError
 from blockdraft.pipeline import prepare as module
@@ -85,9 +85,9 @@ def test_a_mixture_has_exactly_the_counts_and_every_row_is_accounted_for(
     verifier: str, sources: dict[str, Path], tmp_path: Path
 ) -> None:
     result = prepare(settings_of(verifier, sources, tmp_path / "data"))
-    documents = read_documents(tmp_path / "data", "data")
-    assert len(documents) == result["documents"] == 2000
-    column = documents.column("source")
+    examples = read_examples(tmp_path / "data", "data")
+    assert len(examples) == result["documents"] == 2000
+    column = examples.column("source")
     assert {name: column.count(name) for name in COUNTS} == COUNTS
     for name, counts in result["sources"].items():
         assert counts["read"] == counts["kept"] + sum(counts["dropped"].values()) + sum(counts["rejected"].values())
@@ -98,8 +98,8 @@ def test_a_mixture_has_exactly_the_counts_and_every_row_is_accounted_for(
     assert [(row["line"], row["reason"]) for row in rejected] == [(910, "no messages"), (911, "broken JSON")]
     assert len({*column[:40]}) == 5  # shuffled, not one source after the other
     assert result["train"] + result["validation"] == 2000 and 140 < result["validation"] < 260
-    learned = sum(len(document.learned) for document in documents)
-    assert learned == sum(counts["tokens"]["learned"] for counts in result["sources"].values())
+    supervised = sum(len(example.supervised) for example in examples)
+    assert supervised == sum(counts["tokens"]["learned"] for counts in result["sources"].values())
     show_prepared(result)
 
 
@@ -111,7 +111,7 @@ def test_the_same_settings_give_the_same_bytes(
         prepare(settings_of(verifier, sources, tmp_path / name, num_workers=workers))
     assert files(tmp_path / "one") == files(tmp_path / "again") == files(tmp_path / "two")
     prepare(settings_of(verifier, sources, tmp_path / "other", seed=43))
-    one, other = (read_documents(tmp_path / name, "data").column("id") for name in ("one", "other"))
+    one, other = (read_examples(tmp_path / name, "data").column("id") for name in ("one", "other"))
     assert one != other and set(one) != set(other)
 
 
@@ -195,7 +195,7 @@ def test_a_recipe_names_the_mixture(verifier: str, sources: dict[str, Path], tmp
     recipe.write_text("\n".join(["thinking: 'off'", "source:", *lines, f"verifier-name-or-path: {verifier}"]))
     settings = build(PrepareSettings, {"save_path": tmp_path / "d"}, recipe)
     assert prepare(settings)["facts"]["thinking"] == "off"
-    assert len(read_documents(tmp_path / "d", "d")) == 2000
+    assert len(read_examples(tmp_path / "d", "d")) == 2000
 
 
 def test_rows_that_are_added_move_no_other_across_the_split(verifier: str, tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_questions_of_an_evaluation_file_are_left_out(verifier: str, tmp_path: P
     kept_out = write_lines(tmp_path / "eval.jsonl", asked)
     result = prepare(settings_of(verifier, {}, tmp_path / "d", source=(f"s={path}",), exclude_overlap=(kept_out,)))
     assert result["sources"]["s"]["dropped"] == {"overlap": 10} and result["documents"] == 40
-    table = Documents(read_table(tmp_path / "d", "d"))
+    table = Examples(read_table(tmp_path / "d", "d"))
     left = {json.loads(text)["messages"][0]["content"] for text in table.column("conversation")}
     assert not {f"w{i} w1" for i in range(0, 50, 5)} & left
 
@@ -250,12 +250,12 @@ def test_what_is_cut_is_counted(verifier: str, tmp_path: Path) -> None:
     rows = [{"prompt": "w1 w2", "response": " ".join(WORDS[: 5 + i])} for i in range(30)]
     path = write_lines(tmp_path / "s.jsonl", rows)
     result = prepare(settings_of(verifier, {}, tmp_path / "d", source=(f"s={path}",), max_length=20))
-    lengths = [len(document.input_ids) for document in read_documents(tmp_path / "d", "d")]
+    lengths = [len(example.input_ids) for example in read_examples(tmp_path / "d", "d")]
     assert max(lengths) == 20
     cut = result["sources"]["s"]["cut"]
     whole = prepare(settings_of(verifier, {}, tmp_path / "whole", source=(f"s={path}",)))
     assert whole["sources"]["s"]["tokens"]["text"] == sum(lengths) + cut["text tokens"]
-    uncut = [len(document.input_ids) for document in read_documents(tmp_path / "whole", "d")]
+    uncut = [len(example.input_ids) for example in read_examples(tmp_path / "whole", "d")]
     assert cut["texts"] == sum(length > 20 for length in uncut) > 0
     options = {"max_length": 20, "overlong": "drop", "max_reject_share": 1}
     dropped = prepare(settings_of(verifier, {}, tmp_path / "x", source=(f"s={path}",), **options))
@@ -310,7 +310,7 @@ def test_bad_rows_are_named_one_by_one_and_too_many_stop_the_run(verifier: str, 
         ({"source": ("s={good}",), "verifier_name_or_path": "./nowhere"}, "no model folder there"),
     ],
 )
-def test_what_cannot_be_prepared_is_refused(verifier: str, tmp_path: Path, changes: dict, remedy: str) -> None:
+def test_what_cannot_be_prepared_is_refused(verifier: str, tmp_path: Path, changes: dict, hint: str) -> None:
     paths = {
         "empty": write_lines(tmp_path / "empty.jsonl", []),
         "bad": write_lines(tmp_path / "bad.jsonl", ['{"x"', "[1]"]),
@@ -319,7 +319,7 @@ def test_what_cannot_be_prepared_is_refused(verifier: str, tmp_path: Path, chang
     given = {"verifier_name_or_path": verifier, **changes}
     given["source"] = tuple(each.format(**paths) for each in given["source"])
     given["exclude_overlap"] = tuple(Path(each.format(**paths)) for each in given.get("exclude_overlap", ()))
-    with pytest.raises(InputError, match=remedy):
+    with pytest.raises(InputError, match=hint):
         prepare(PrepareSettings(save_path=tmp_path / "d", **given))
     assert not (tmp_path / "d").exists()
 
@@ -330,7 +330,7 @@ def test_a_preview_shows_what_is_learned_and_writes_nothing(
     result = prepare(settings_of(verifier, sources, None, preview=2))
     shown = result["preview"]
     assert [text["source"] for text in shown] == [name for name in COUNTS for _ in range(2)]
-    assert all(any(learned for _, learned in text["pieces"]) for text in shown)
+    assert all(any(supervised for _, supervised in text["pieces"]) for text in shown)
     show_prepared(result)
     assert "green is learned" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
@@ -340,7 +340,7 @@ def test_prompts_for_the_verifier_to_answer(verifier: str, tmp_path: Path) -> No
     result = prepare(settings_of(verifier, {}, tmp_path / "d", source=("demo=builtin/chat@40",), prompts_only=True))
     assert result["documents"] == 40 and result["sources"]["demo"]["tokens"]["learned"] == 0
     with pytest.raises(InputError, match="run blockdraft regenerate on it"):
-        read_documents(tmp_path / "d", "--data-path")
+        read_examples(tmp_path / "d", "--data-path")
     assert (tmp_path / "d" / RECORD).is_file() and (tmp_path / "d" / TABLE).is_file()
 
 
@@ -352,12 +352,12 @@ def test_pairs_for_an_encoder(tiny_seq2seq: EncoderDecoderVerifier, tmp_path: Pa
     (tmp_path / "pairs.tsv").write_text("".join(f"{a}\t{b}\n" for a, b in pairs))
     name, source = str(tmp_path / "verifier"), (f"p={tmp_path / 'pairs.tsv'}",)
     result = prepare(settings_of(name, {}, tmp_path / "d", source=source, max_source_length=20, max_length=16))
-    documents = read_documents(tmp_path / "d", "d")
+    examples = read_examples(tmp_path / "d", "d")
     start, end = tiny_seq2seq.decoder_start, tiny_seq2seq.tokenizer.eos_token_id
-    for document in documents:
-        assert document.input_ids[0] == start and document.targets == ((1, len(document.input_ids)),)
-        assert document.source_ids and len(document.source_ids) <= 20 and len(document.input_ids) <= 16
-        assert (document.input_ids[-1] == end) == (document.finish == "stop")
+    for example in examples:
+        assert example.input_ids[0] == start and example.targets == ((1, len(example.input_ids)),)
+        assert example.source_ids and len(example.source_ids) <= 20 and len(example.input_ids) <= 16
+        assert (example.input_ids[-1] == end) == (example.finish == "stop")
     cut = result["sources"]["p"]["cut"]
     assert cut["sources"] == sum(len(a.split()) + 1 > 20 for a, _ in pairs) > 0
     assert cut["texts"] == sum(len(b.split()) + 2 > 16 for _, b in pairs) > 0
@@ -369,9 +369,9 @@ def test_pairs_for_an_encoder(tiny_seq2seq: EncoderDecoderVerifier, tmp_path: Pa
     regenerate(settings)
     verifier = load_verifier(name, torch.float32)
     engine = DecodingEngine(verifier, None, 0, SamplingSettings(max_new_tokens=8))
-    for document in read_documents(tmp_path / "own", "own"):
-        (reply,) = engine.generate([document.source_ids or []], 1)
-        assert document.input_ids == [start, *reply.tokens]
+    for example in read_examples(tmp_path / "own", "own"):
+        (reply,) = engine.generate([example.source_ids or []], 1)
+        assert example.input_ids == [start, *reply.tokens]
 
 
 def test_texts_with_image_tokens_are_left_out(tiny_seq2seq: EncoderDecoderVerifier, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from blockdraft.cli.tables import next_commands, show_quickstart
-from blockdraft.data.table import read_documents
+from blockdraft.data.table import read_examples
 from blockdraft.data.workloads import workload_prompts
 from blockdraft.decoding.engine import DecodingEngine
 from blockdraft.files import write_json
@@ -121,11 +121,11 @@ def test_real_quickstart(real_run: tuple[dict, str]) -> None:
     assert result["verifier"] == "smollm2-135m-instruct" and result["method"] == QuickstartSettings().method
     assert result["identical"] == result["heldout_prompts"] == 6
     assert result["float32"]["same_rounds_as_one_pass"] == 6
-    assert result["served_dtype"]["faults"] == 0
+    assert result["served_dtype"]["mismatches"] == 0
     # A few epochs of 64 prompts: far from what the draft can do, and far above an untrained one.
     assert result["acceptance_length"]["7"] > 1.3
     (data,) = Path(result["checkpoint"]).parent.parent.glob("data-*")
-    replies = read_documents(data, "data")
+    replies = read_examples(data, "data")
     assert len(replies) == 64 and replies.column("finish").count("stop") > 60
 
 

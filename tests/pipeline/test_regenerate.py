@@ -15,7 +15,7 @@ import pytest
 
 from blockdraft.data.conversations import Conversation
 from blockdraft.data.journal import Journal
-from blockdraft.data.table import RECORD, REJECTS, read_documents, read_table
+from blockdraft.data.table import RECORD, REJECTS, read_examples, read_table
 from blockdraft.data.templates import ChatTemplate
 from blockdraft.decoding.engine import DecodingEngine
 from blockdraft.errors import BlockdraftError, InputError
@@ -38,7 +38,7 @@ CLOSED = TEMPLATE.replace("{% endfor %}", "{% if m['role'] == 'assistant' %}<end
 def verifier(tmp_path_factory: pytest.TempPathFactory) -> CausalVerifier:
     folder, tiny = tmp_path_factory.mktemp("verifier") / "tiny", tiny_verifier_of("llama")
     with torch.no_grad():
-        tiny.head_VE[[0, 2, *range(97, 128)]] = 0  # what no text shows is never the likeliest
+        tiny.head_VE[[0, 2, *range(97, 128)]] = 0  # what no text shows is never the most likely
     tiny.tokenizer.chat_template = CLOSED
     save_folder(tiny, folder)
     return load_verifier(str(folder), torch.float32)
@@ -77,7 +77,7 @@ def settings_of(verifier: CausalVerifier, data: Path, folder: Path, **changes: A
 
 def replies(folder: Path) -> dict[str, list[list[int]]]:
     """Learned tokens of every text, by its id."""
-    return {d.id: [d.input_ids[a:b] for a, b in d.targets] for d in read_documents(folder, "data")}
+    return {d.id: [d.input_ids[a:b] for a, b in d.targets] for d in read_examples(folder, "data")}
 
 
 def test_every_turn_is_answered_after_the_verifiers_own_words(
@@ -92,14 +92,14 @@ def test_every_turn_is_answered_after_the_verifiers_own_words(
         for text in read_table(tmp_path / "own", "data")["conversation"].to_pylist()
     ]  # fmt: skip
     answered = 0
-    for document, talk in zip(read_documents(tmp_path / "own", "data"), talks, strict=True):
+    for example, talk in zip(read_examples(tmp_path / "own", "data"), talks, strict=True):
         turns = [i for i, m in enumerate(talk.messages) if m["role"] == "assistant" and m.get("weight", 1)]
-        assert len(document.targets) == len(turns)
-        for turn, (start, end) in zip(turns, document.targets, strict=True):
+        assert len(example.targets) == len(turns)
+        for turn, (start, end) in zip(turns, example.targets, strict=True):
             prompt = template.prompt_ids(talk.messages[:turn])
-            assert prompt == document.input_ids[:start]
+            assert prompt == example.input_ids[:start]
             (wanted,) = engine.generate([prompt], 1)
-            assert document.input_ids[start:end] == wanted.tokens
+            assert example.input_ids[start:end] == wanted.tokens
             answered += 1
     assert answered == sum(1 + i % 3 for i in range(20)) + 1
 

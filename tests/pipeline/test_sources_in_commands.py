@@ -1,4 +1,4 @@
-"""The commands with an encoder-decoder verifier, from prompts to a draft that is evaluated, and what they refuse."""
+"""The commands with an encoder-decoder verifier, from prompts to a draft that is evaluated, and what they reject."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from blockdraft.data.record import read_record
-from blockdraft.data.table import read_documents
+from blockdraft.data.table import read_examples
 from blockdraft.errors import InputError
 from blockdraft.pipeline.check import check
 from blockdraft.pipeline.evaluate import evaluate
@@ -55,8 +55,8 @@ class Stage:
         return folder
 
     def settings(self, verifier: str, data: str, name: str, method: str = "dflare") -> TrainSettings:
-        documents = read_documents(self.regenerated(data), "data")
-        free = max(set(range(VOCAB)) - {token for document in documents for token in document.input_ids})
+        examples = read_examples(self.regenerated(data), "data")
+        free = max(set(range(VOCAB)) - {token for example in examples for token in example.input_ids})
         return TrainSettings(
             verifier_name_or_path=str(self.root / verifier), dtype="float32", data_path=self.regenerated(data),
             save_path=self.root / name, speculator_type=method, logger="none", mask_token_id=free, epochs=2.0,
@@ -91,9 +91,9 @@ def checkpoint_of(stage: Stage) -> Callable[..., Path]:
 
 @pytest.mark.parametrize("method", ["dflash", "dflare", "dspark"])
 def test_from_prompts_to_an_evaluated_draft(stage: Stage, checkpoint_of: Callable[..., Path], method: str) -> None:
-    documents = read_documents(stage.regenerated("seq2seq"), "data")
-    assert all(document.input_ids[0] == 2 and document.first_target == 1 for document in documents)
-    lengths = sorted(len(document.source_ids or []) for document in documents)
+    examples = read_examples(stage.regenerated("seq2seq"), "data")
+    assert all(example.input_ids[0] == 2 and example.first_target == 1 for example in examples)
+    lengths = sorted(len(example.source_ids or []) for example in examples)
     assert lengths == [3 + i for i in range(12)]
     checkpoint = checkpoint_of("seq2seq", method)
     found = evaluate(

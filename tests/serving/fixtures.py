@@ -18,12 +18,12 @@ from blockdraft.checkpoints.store import load_draft, save_draft
 from blockdraft.contract import Contract
 from blockdraft.data.workloads import workload_prompts
 from blockdraft.decoding.engine import DecodingEngine
-from blockdraft.decoding.one_pass import document_proposals
+from blockdraft.decoding.one_pass import example_proposals
 from blockdraft.draft_config import DraftConfig
 from blockdraft.models.block_draft import BlockDraft
 from blockdraft.pipeline.loading import encode_all
 from blockdraft.pipeline.train import train
-from blockdraft.records import Document
+from blockdraft.records import Example
 from blockdraft.serving.launcher import engine_environment, speculative_config
 from blockdraft.serving.offline import DETAILED, Decoded, Request, decode
 from blockdraft.serving.parity import Finding, blocks_of, compare_counters, compare_reply
@@ -36,7 +36,7 @@ from conftest import contract_of, own_replies, tiny_config, tiny_draft, tiny_tok
 LIMITS = [4, 17, 9, 25, 12, 20]  # by prompt: replies end at different times
 EAGER = {"enforce_eager": True}
 SERVED_VOCAB = 1000  # no multiple of 64, to which the engine fills up
-HEAD_DIM = 32  # the smallest that the engine's attention on processors computes
+HEAD_DIM = 32  # the smallest that the engine's attention on CPUs computes
 
 
 @dataclass(frozen=True)
@@ -186,8 +186,8 @@ def findings_of(
     """Every block, agreed count and counter against the trainer's forward; the text is compared by the tests."""
     found = compare_counters(answer.replies, answer.counters, k)
     for index, (prompt, reply) in enumerate(zip(text.prompts, answer.replies, strict=True)):
-        document = Document.of_reply(str(index), prompt, reply.tokens, "length")
-        proposals = document_proposals(verifier, checkpoint.draft, document, k)
+        example = Example.of_reply(str(index), prompt, reply.tokens, "length")
+        proposals = example_proposals(verifier, checkpoint.draft, example, k)
         blocks = blocks_of(reply, answer.blocks)
         found += compare_reply("vllm", index, prompt, reply, proposals, blocks, lambda *_: None, 0.0)
     return found

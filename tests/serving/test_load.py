@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from blockdraft.decoding.one_pass import document_proposals
+from blockdraft.decoding.one_pass import example_proposals
 from blockdraft.errors import InputError
-from blockdraft.records import Document
+from blockdraft.records import Example
 from blockdraft.serving.launcher import speculative_config
 from blockdraft.serving.load import Rate, engine_ranges, read_steps, report
 from blockdraft.serving.parity import blocks_of
@@ -52,8 +52,8 @@ def test_k_follows_the_load_and_every_block_is_the_trainers(
         assert [reply.tokens for reply in answer.replies] == text.replies
         seen = set()
         for prompt, reply in zip(text.prompts, answer.replies, strict=True):
-            document = Document.of_reply("x", prompt, reply.tokens, "length")
-            wanted = {k: document_proposals(random_speaker.verifier, checkpoint.draft, document, k) for k in (2, 7)}
+            example = Example.of_reply("x", prompt, reply.tokens, "length")
+            wanted = {k: example_proposals(random_speaker.verifier, checkpoint.draft, example, k) for k in (2, 7)}
             for anchor, drafted in blocks_of(reply, answer.blocks).items():
                 seen.add(len(drafted))
                 assert drafted == wanted[len(drafted)].get(anchor, drafted)  # behind a reply's end there is no text

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from blockdraft.checkpoints.store import save_draft
-from blockdraft.data.table import read_documents
+from blockdraft.data.table import read_examples
 from blockdraft.decoding.engine import DecodingEngine
 from blockdraft.pipeline.serve import planned
 from blockdraft.serving.client import EngineClient
@@ -124,7 +124,7 @@ def test_the_verifiers_generation_config_changes_nothing_that_we_ask(
     draft, server = servers.checkpoint, ("--endpoint", servers.drafted)
     code, out, err = call(capsys, "parity", draft, "--dtype", "float32", *server, "--data-path", data, "--json")
     assert code == 0, err
-    assert list(json.loads(out)["k"]) == [str(K)] and json.loads(out)["faults"] == 0
+    assert list(json.loads(out)["k"]) == [str(K)] and json.loads(out)["mismatches"] == 0
     code, _, err = call(capsys, "parity", draft, "--dtype", "float32", *server, "--data-path", data, "--k", K + 1)
     assert code == 2 and err.endswith(f"blockdraft: --k: {K + 1}: the server proposes {K}; leave --k out\n")
     name, prompts = verifier.identity.name, tmp_path / "prompts"
@@ -135,8 +135,8 @@ def test_the_verifiers_generation_config_changes_nothing_that_we_ask(
     for folder, more in (("here", ()), ("there", server)):
         code, _, err = call(capsys, *own, tmp_path / folder, *more)
         assert code == 0, err
-    here, there = (read_documents(tmp_path / folder, "data") for folder in ("here", "there"))
-    assert [document.input_ids for document in there] == [document.input_ids for document in here]
+    here, there = (read_examples(tmp_path / folder, "data") for folder in ("here", "there"))
+    assert [example.input_ids for example in there] == [example.input_ids for example in here]
 
 
 def test_a_streamed_reply_has_no_count_of_rounds(servers: Servers, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from blockdraft.checkpoints.store import CONFIG, WEIGHTS
-from blockdraft.models.vocabulary import map_hash
+from blockdraft.models.vocabulary import map_digest
 from conftest import MASK, rewrite
 from serving.fixtures import HEAD_DIM, Checkpoint, Speaker, findings_of, request_of, served, served_config
 
@@ -54,7 +54,7 @@ def vocabulary(config: dict, tensors: dict) -> None:
     other = (~tensors["t2d"]).nonzero()[:, 0][: len(kept)]
     tensors["t2d"] = torch.zeros_like(tensors["t2d"]).index_fill(0, other, True)
     tensors["d2t"] = other - torch.arange(len(other))
-    config["blockdraft"]["vocab_map_hash"] = map_hash(other, len(tensors["t2d"]))
+    config["blockdraft"]["vocab_map_hash"] = map_digest(other, len(tensors["t2d"]))
 
 
 CHANGES = {f.__name__: f for f in (taps, mask, rotary, causality, norm, vocabulary)}

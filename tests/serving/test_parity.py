@@ -9,31 +9,31 @@ import pytest
 import torch
 
 from blockdraft.decoding.engine import DecodingEngine
-from blockdraft.decoding.one_pass import document_proposals
+from blockdraft.decoding.one_pass import example_proposals
 from blockdraft.decoding.slot_gaps import SlotGaps, slot_logits
 from blockdraft.pipeline.loading import Pair
 from blockdraft.pipeline.parity import past_windows
-from blockdraft.records import Document
+from blockdraft.records import Example
 from blockdraft.serving.client import Served
 from blockdraft.serving.parity import blocks_of, compare_counters, compare_reply, served_rounds, within, without_padding
 from blockdraft.settings import SamplingSettings
 from blockdraft.verifiers.causal import CausalVerifier
 from blockdraft.vllm_plugin.record import append, read
-from conftest import contract_of, random_document, tiny_config, tiny_draft, tiny_verifier_of
+from conftest import contract_of, random_example, tiny_config, tiny_draft, tiny_verifier_of
 
 
 @pytest.fixture(scope="module", params=["dflash", "dspark"])
 def case(request: pytest.FixtureRequest, tiny_verifier: CausalVerifier):
     """A prompt decoded by the reference engine, as an engine would report it, and what the trainer's forward says."""
     draft = tiny_draft(tiny_verifier, tiny_config(request.param))
-    prompt = random_document(12, 11, 3).input_ids
+    prompt = random_example(12, 11, 3).input_ids
     engine = DecodingEngine(tiny_verifier, draft, 4, SamplingSettings(max_new_tokens=24, ignore_eos=True))
     (reply,) = engine.generate([prompt], 1)
     served = Served("r", reply.tokens, [step.agreed or 0 for step in reply.rounds])
-    document = Document.of_reply("0", prompt, reply.tokens, "length")
-    proposals = document_proposals(tiny_verifier, draft, document, 4)
+    example = Example.of_reply("0", prompt, reply.tokens, "length")
+    proposals = example_proposals(tiny_verifier, draft, example, 4)
     blocks = {step.anchor: list(step.drafted) for step in reply.rounds}
-    return prompt, served, proposals, blocks, Pair(tiny_verifier, draft, contract_of(draft, tiny_verifier)), document
+    return prompt, served, proposals, blocks, Pair(tiny_verifier, draft, contract_of(draft, tiny_verifier)), example
 
 
 def check(case: tuple, served: Served | None = None, blocks: dict | None = None, bound: float = 0.0, gap: float = 9.0):
@@ -98,12 +98,12 @@ def test_a_record_is_read_back_by_request(tmp_path) -> None:
 
 
 def test_slot_logits_are_those_that_proposals_come_from(case: tuple) -> None:
-    _, _, proposals, _, pair, document = case
+    _, _, proposals, _, pair, example = case
     anchors = sorted(proposals)
     blocks = torch.tensor([proposals[anchor] for anchor in anchors])
-    logits = slot_logits(pair, document, anchors, blocks)
+    logits = slot_logits(pair, example, anchors, blocks)
     assert torch.equal(logits.argmax(dim=-1), blocks)
-    gaps = SlotGaps(pair, pair, document, proposals)
+    gaps = SlotGaps(pair, pair, example, proposals)
     assert gaps.bound == 0
     second = int(logits[2, 1].topk(2).indices[1])
     expected = float(logits[2, 1].max() - logits[2, 1, second])
@@ -111,9 +111,9 @@ def test_slot_logits_are_those_that_proposals_come_from(case: tuple) -> None:
 
 
 def test_the_bound_of_half_precision_is_measured(case: tuple) -> None:
-    _, _, proposals, _, pair, document = case
+    _, _, proposals, _, pair, example = case
     rounded = Pair(tiny_verifier_of("llama", torch.bfloat16), pair.draft, pair.contract)
-    assert 0 < SlotGaps(pair, rounded, document, proposals).bound <= 1.0
+    assert 0 < SlotGaps(pair, rounded, example, proposals).bound <= 1.0
 
 
 def test_a_step_that_the_engine_only_padded_is_no_round() -> None:

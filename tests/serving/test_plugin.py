@@ -130,7 +130,7 @@ def test_a_checkpoint_that_contradicts_itself_is_refused_by_the_engine(tmp_path:
 
 
 def test_context_keys_are_normalised_by_their_own_layer() -> None:
-    """The fault that is mended: the engine's own kernel on processors uses the first layer's weights for all."""
+    """The fault that is fixed: the engine's own kernel on CPUs uses the first layer's weights for all."""
     pytest.importorskip("vllm")
     from types import SimpleNamespace
 
@@ -148,12 +148,12 @@ def test_context_keys_are_normalised_by_their_own_layer() -> None:
     assert found.is_contiguous()
     stock = torch.empty_like(keys)
     ops.rms_norm(stock, keys, weights, 1e-6)
-    # When this fails, the engine's kernel has been mended and the plugin's part can go.
+    # When this fails, the engine's kernel has been fixed and the plugin's part can go.
     assert not torch.allclose(stock[1], found[1], atol=1e-3)
 
 
 def test_a_temperature_reaches_every_token_of_its_request() -> None:
-    """The other fault that is mended: the engine's own kernel on processors loses values that are no integers."""
+    """The other fault that is fixed: the engine's own kernel on CPUs loses values that are no integers."""
     pytest.importorskip("vllm")
     from blockdraft.vllm_plugin.sampling import repeated_for_tokens
 
@@ -177,7 +177,7 @@ def test_a_temperature_reaches_every_token_of_its_request() -> None:
         """
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    # When this fails, the engine's kernel has been mended and the plugin's part can go.
+    # When this fails, the engine's kernel has been fixed and the plugin's part can go.
     assert done.stdout.strip().splitlines()[-1] == "[9.0, 9.0, 9.0]"
 
 

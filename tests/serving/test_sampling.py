@@ -49,7 +49,7 @@ def sampled(verifier: CausalVerifier, tmp_path_factory: pytest.TempPathFactory) 
     for method, k, more in (("dflash", 2, {}), ("dspark", 2, {"draft_sample_method": "probabilistic"})):
         draft = tiny_draft(verifier, tiny_config(method, head_dim=HEAD_DIM, draft_vocab_size=len(likely)))
         draft.vocabulary.keep(likely)
-        draft.borrow(verifier.embed, verifier.head_VE)
+        draft.share(verifier.embed, verifier.head_VE)
         save_draft(root / method, draft, contract_of(draft, verifier), torch.float32, {})
         speculative = {"model": str(root / method), "method": "dflash", "num_speculative_tokens": k, **more}
         requests.append(

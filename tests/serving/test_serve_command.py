@@ -1,4 +1,4 @@
-"""What `blockdraft serve` plans and refuses, before any engine is started."""
+"""What `blockdraft serve` plans and rejects, before any engine is started."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from blockdraft import __version__
-from blockdraft.data.table import read_documents
+from blockdraft.data.table import read_examples
 from blockdraft.decoding.engine import DecodingEngine
 from blockdraft.serving.client import EngineClient
 from blockdraft.serving.launcher import Launch
@@ -80,7 +80,7 @@ def test_parity_with_a_running_server(server: Server, capsys: pytest.CaptureFixt
     assert code == 0, err
     result = json.loads(out)
     found = result["k"]["7"]
-    assert result["faults"] == found["ties"] == 0 and found["blocks_recorded"]
+    assert result["mismatches"] == found["ties"] == 0 and found["blocks_recorded"]
     lengths = found["acceptance_length"]
     assert lengths["vllm"] == lengths["reference"] > 1
     assert abs(lengths["vllm_counters"] - lengths["vllm"]) < 1  # counted beyond the end of replies
@@ -114,7 +114,7 @@ def test_replies_through_the_server_are_those_of_this_process(
     for folder, more in (("here", ()), ("there", ("--endpoint", server.url, "--concurrency", "8"))):
         code, _, err = call(capsys, *own, "--save-path", str(tmp_path / folder), *more)
         assert code == 0, err
-    here, there = (read_documents(tmp_path / folder, "data") for folder in ("here", "there"))
+    here, there = (read_examples(tmp_path / folder, "data") for folder in ("here", "there"))
     assert [d.input_ids for d in there] == [d.input_ids for d in here]
     assert [d.targets for d in there] == [d.targets for d in here]
     assert all(len(d.targets) == 2 for d in here if d.finish == "stop")

@@ -13,7 +13,7 @@ import torch
 from assets.fixtures import LONGEST, SmallDraft
 from assets.t5gemma2 import EOI, Asset
 from blockdraft.decoding.engine import DecodingEngine, Reply
-from blockdraft.decoding.one_pass import document_proposals
+from blockdraft.decoding.one_pass import example_proposals
 from blockdraft.errors import BlockdraftError
 from blockdraft.serving.launcher import engine_environment, speculative_config
 from blockdraft.serving.offline import DETAILED, Decoded, Request, decode
@@ -79,8 +79,8 @@ def findings_of(
     """Every block, agreed count and counter against the trainer's forward over the engine's own text."""
     found = compare_counters(served.replies, served.counters, k)
     for index, (own, reply) in enumerate(zip(plain, served.replies, strict=False)):
-        document = dataclasses.replace(own, tokens=reply.tokens).document(str(index))
-        proposals = document_proposals(verifier, small.draft, document, k)
+        example = dataclasses.replace(own, tokens=reply.tokens).example(str(index))
+        proposals = example_proposals(verifier, small.draft, example, k)
         blocks = blocks_of(reply, served.blocks)
         reply = without_padding(len(own.prompt), reply, blocks)
         found += compare_reply("vllm", index, own.prompt, reply, proposals, blocks, lambda *_: None, 0.0)
@@ -138,8 +138,8 @@ def test_with_a_trained_draft(
     # A request that comes back gets a token that is no round's; its blocks are judged one by one.
     assert sum(served.counters["preemptions"] for served in few) >= 2
     for index, own in enumerate(small_replies[: len(LIMITS)]):
-        document = dataclasses.replace(own, tokens=wanted[index]).document(str(index))
-        proposals = document_proposals(small_verifier, small.draft, document, 3)
+        example = dataclasses.replace(own, tokens=wanted[index]).example(str(index))
+        proposals = example_proposals(small_verifier, small.draft, example, 3)
         for served in few:
             blocks = blocks_of(served.replies[index], served.blocks)
             inside = {anchor: blocks[anchor] for anchor in blocks if anchor in proposals}

@@ -101,7 +101,7 @@ def test_parity_with_the_running_server(
     assert code == 0, err
     result = json.loads(out)
     lengths = result["k"]["7"]["acceptance_length"]
-    assert result["faults"] == 0 and result["k"]["7"]["blocks_recorded"]
+    assert result["mismatches"] == 0 and result["k"]["7"]["blocks_recorded"]
     assert lengths["vllm"] == lengths["reference"] > 2
 
 

@@ -14,17 +14,17 @@ import torch
 from blockdraft.checkpoints.store import load_draft, save_draft
 from blockdraft.decoding.engine import DecodingEngine, Reply
 from blockdraft.decoding.one_pass import one_pass_acceptance
-from blockdraft.records import Document
+from blockdraft.records import Example
 from blockdraft.settings import SamplingSettings, TrainSettings
 from blockdraft.training.hidden_states import TrainingStates
 from blockdraft.training.plan import TrainingPlan
 from blockdraft.training.trainer import Trainer
 from blockdraft.verifiers.causal import CausalVerifier
-from conftest import random_document
+from conftest import random_example
 from training.covering import covering_array, interactions
 
-DOCUMENTS = [random_document(24 + i % 5, 6 + i % 3, i) for i in range(6)]
-PROMPTS = [random_document(n, 1, n).input_ids for n in (3, 30, 17)]
+EXAMPLES = [random_example(24 + i % 5, 6 + i % 3, i) for i in range(6)]
+PROMPTS = [random_example(n, 1, n).input_ids for n in (3, 30, 17)]
 TAPS = (0, 2, 4)
 LAYERS = {
     "full": {},
@@ -64,15 +64,15 @@ class Stage:
         self.plain = DecodingEngine(verifier, None, 0, self.sampling).generate(PROMPTS, 3)
         self.states: dict[int, TrainingStates] = {}
 
-    def documents(self) -> list[Document]:
-        return [Document.of_reply(str(r.index), r.prompt, r.tokens, "length") for r in self.plain]
+    def examples(self) -> list[Example]:
+        return [Example.of_reply(str(r.index), r.prompt, r.tokens, "length") for r in self.plain]
 
     def trainer(self, settings: TrainSettings) -> Trainer:
         """A trainer whose hidden states are made once for all combinations."""
-        plan = TrainingPlan(settings, self.verifier, DOCUMENTS)
+        plan = TrainingPlan(settings, self.verifier, EXAMPLES)
         needs = int(plan.objective.needs_teacher)
         if needs in self.states:
-            plan = TrainingPlan(settings, self.verifier, DOCUMENTS, self.states[needs])
+            plan = TrainingPlan(settings, self.verifier, EXAMPLES, self.states[needs])
         self.states[needs] = plan.states
         return Trainer.fresh(plan)
 
@@ -140,5 +140,5 @@ def test_a_combination_trains_decodes_saves_and_reloads(
         engine = DecodingEngine(stage.verifier, draft, k, stage.sampling, threshold)
         drafted = engine.generate(PROMPTS, 2)
         assert text(drafted) == text(stage.plain)
-        outcomes = one_pass_acceptance(stage.verifier, draft, stage.documents(), [k], threshold)
+        outcomes = one_pass_acceptance(stage.verifier, draft, stage.examples(), [k], threshold)
         assert [reply.rounds for reply in drafted] == [outcome.rounds[k] for outcome in outcomes]

@@ -1,4 +1,4 @@
-"""From settings to a draft: presets, components, layers, widths, vocabulary, and what is refused."""
+"""From settings to a draft: presets, components, layers, widths, vocabulary, and what is rejected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from blockdraft.errors import InputError
-from blockdraft.records import Document
+from blockdraft.records import Example
 from blockdraft.settings import TrainSettings
 from blockdraft.training.creation import (
     choose_taps,
@@ -24,9 +24,9 @@ from blockdraft.training.creation import (
     resolve_mask_token,
 )
 from blockdraft.verifiers.causal import CausalVerifier
-from conftest import random_document, tiny_config
+from conftest import random_example, tiny_config
 
-DOCUMENTS = [random_document(24, 6, i) for i in range(4)]
+EXAMPLES = [random_example(24, 6, i) for i in range(4)]
 
 
 def settings(**changes: object) -> TrainSettings:
@@ -36,7 +36,7 @@ def settings(**changes: object) -> TrainSettings:
 
 @pytest.mark.parametrize("method", ["dflash", "dflare", "dspark"])
 def test_a_preset_is_the_method_it_names(tiny_verifier: CausalVerifier, method: str) -> None:
-    config = draft_config(settings(speculator_type=method), tiny_verifier, DOCUMENTS)
+    config = draft_config(settings(speculator_type=method), tiny_verifier, EXAMPLES)
     assert config.method == method
     assert config.num_speculative_tokens == (8 if method == "dspark" else 7)
     assert config.markov_rank == (256 if method == "dspark" else 0)
@@ -57,7 +57,7 @@ def test_a_preset_is_the_method_it_names(tiny_verifier: CausalVerifier, method: 
     ],
 )
 def test_a_named_socket_replaces_the_presets(tiny_verifier: CausalVerifier, changes: dict, method: str) -> None:
-    assert draft_config(settings(**changes), tiny_verifier, DOCUMENTS).method == method
+    assert draft_config(settings(**changes), tiny_verifier, EXAMPLES).method == method
 
 
 def test_without_a_head_the_preset_does_not_insist_on_what_it_reads() -> None:
@@ -90,7 +90,7 @@ def test_layers_slide_and_are_causal_as_told() -> None:
 
 def test_widths_are_the_verifiers_unless_given(tiny_verifier: CausalVerifier) -> None:
     def widths(**changes: int) -> tuple[int, int, int, int]:
-        config = draft_config(settings(**changes), tiny_verifier, DOCUMENTS)
+        config = draft_config(settings(**changes), tiny_verifier, EXAMPLES)
         return config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.intermediate_size
 
     assert widths() == (4, 2, 16, 64)
@@ -110,15 +110,15 @@ def test_objective_defaults_follow_the_type() -> None:
 
 
 def test_a_vocabulary_larger_than_the_tokens_seen_is_filled_and_says_so(said: Callable[[], str]) -> None:
-    documents = [Document.of_reply("a", [9, 9], [50, 60, 50], "stop")]
-    ids = draft_vocabulary(tiny_config(draft_vocab_size=5), documents)
+    examples = [Example.of_reply("a", [9, 9], [50, 60, 50], "stop")]
+    ids = draft_vocabulary(tiny_config(draft_vocab_size=5), examples)
     assert ids is not None and ids.tolist() == [0, 1, 2, 50, 60]
     text = said()
     assert "100.00% of the reply tokens" in text and "only 2 tokens occur, the 3 smallest other ids fill up" in text
-    small = draft_vocabulary(tiny_config(draft_vocab_size=1), documents)
+    small = draft_vocabulary(tiny_config(draft_vocab_size=1), examples)
     assert small is not None and small.tolist() == [50]
     assert "66.67% of the reply tokens" in said()
-    assert draft_vocabulary(tiny_config(), documents) is None
+    assert draft_vocabulary(tiny_config(), examples) is None
 
 
 @pytest.mark.parametrize("same", ["pad_token_id", "eos_token_id"])
@@ -127,8 +127,8 @@ def test_a_mask_token_that_is_padding_or_end_must_be_asked_for(tiny_verifier: Ca
     setattr(tokenizer, same, 99)
     verifier = SimpleNamespace(tokenizer=tokenizer, identity=tiny_verifier.identity)
     with pytest.raises(InputError, match="also its padding or end token"):
-        resolve_mask_token(None, verifier, DOCUMENTS)  # type: ignore[arg-type]
-    assert resolve_mask_token(99, verifier, DOCUMENTS) == 99  # type: ignore[arg-type]
+        resolve_mask_token(None, verifier, EXAMPLES)  # type: ignore[arg-type]
+    assert resolve_mask_token(99, verifier, EXAMPLES) == 99  # type: ignore[arg-type]
 
 
 def test_drafts_of_one_seed_are_equal(tiny_verifier: CausalVerifier) -> None:
@@ -144,13 +144,13 @@ def test_taps_by_depth_fit_verifiers_of_any_size(tiny_verifier: CausalVerifier) 
     given = settings(tap_depths=depths, num_taps=None)
     assert choose_taps(given, "layerwise", 26) == (2, 5, 8, 11, 14, 17, 20, 22)
     assert choose_taps(given, "layerwise", 4) == (0, 1, 2, 3)  # those that fall together are one
-    assert draft_config(given, tiny_verifier, DOCUMENTS).target_layer_ids == (0, 1, 2, 3)
+    assert draft_config(given, tiny_verifier, EXAMPLES).target_layer_ids == (0, 1, 2, 3)
     with pytest.raises(InputError, match="give these or --target-layer-ids"):
-        draft_config(settings(tap_depths=depths, target_layer_ids=(1, 2)), tiny_verifier, DOCUMENTS)
+        draft_config(settings(tap_depths=depths, target_layer_ids=(1, 2)), tiny_verifier, EXAMPLES)
     with pytest.raises(InputError, match=r"--tap-depths: 1.5: must be 0 or more and at most 1"):
         settings(tap_depths=(1.5,))
 
 
 def test_a_draft_vocabulary_beyond_the_verifiers_is_all_of_it(tiny_verifier: CausalVerifier) -> None:
-    config = draft_config(settings(draft_vocab_size=32_000), tiny_verifier, DOCUMENTS)
+    config = draft_config(settings(draft_vocab_size=32_000), tiny_verifier, EXAMPLES)
     assert config.draft_vocab_size == config.vocab_size and not config.reduced

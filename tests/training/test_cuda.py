@@ -16,12 +16,12 @@ from blockdraft.decoding.engine import DecodingEngine
 from blockdraft.decoding.one_pass import one_pass_acceptance
 from blockdraft.ops.anchors import choose_anchors
 from blockdraft.ops.attention import plain_attention, training_attention
-from blockdraft.records import Document
+from blockdraft.records import Example
 from blockdraft.settings import SamplingSettings, TrainSettings
 from blockdraft.training.plan import TrainingPlan
 from blockdraft.training.trainer import Trainer
 from blockdraft.verifiers.causal import CausalVerifier
-from conftest import random_document
+from conftest import random_example
 
 DEVICE = "cuda"
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 @pytest.mark.parametrize(("window", "causal"), [(None, False), (9, False), (None, True), (10, True)])
 def test_compiled_flex_attention_equals_the_dense_twin(window: int | None, causal: bool) -> None:
-    row = pack_row([random_document(length, start, length) for length, start in ((63, 20), (7, 2), (65, 30))])
+    row = pack_row([random_example(length, start, length) for length, start in ((63, 20), (7, 2), (65, 30))])
     blocks = choose_anchors(row.loss_mask.to(DEVICE), row.lengths.to(DEVICE), max_anchors=0)
     generator = torch.Generator(DEVICE).manual_seed(0)
     shapes = ((len(blocks), 8, 6, 16), *[(len(blocks), 8, 2, 16)] * 2, *[(len(row.tokens), 2, 16)] * 2)
@@ -53,14 +53,14 @@ def test_a_compiled_run_trains_and_its_draft_is_lossless(
         speculator_type=method, target_layer_ids=(0, 2, 4), epochs=4.0, total_seq_len=80, max_anchors=12,
         mask_token_id=100, block_size=4, compile="on",
     )  # fmt: skip
-    documents = [random_document(24 + i % 5, 6 + i % 3, i) for i in range(12)]
-    trainer = Trainer.prepare(TrainingPlan(settings, verifier, documents))
+    examples = [random_example(24 + i % 5, 6 + i % 3, i) for i in range(12)]
+    trainer = Trainer.prepare(TrainingPlan(settings, verifier, examples))
     trainer.run()
-    prompts = [document.input_ids[:10] for document in documents[:4]]
+    prompts = [example.input_ids[:10] for example in examples[:4]]
     sampling = SamplingSettings(max_new_tokens=20, ignore_eos=True)
     plain = DecodingEngine(verifier, None, 0, sampling).generate(prompts, 4)
     drafted = DecodingEngine(verifier, trainer.draft, 3, sampling).generate(prompts, 4)
     assert [reply.tokens for reply in plain] == [reply.tokens for reply in drafted]
-    texts = [Document.of_reply(str(r.index), r.prompt, r.tokens, "length") for r in plain]
+    texts = [Example.of_reply(str(r.index), r.prompt, r.tokens, "length") for r in plain]
     outcomes = one_pass_acceptance(verifier, trainer.draft, texts, [3])
     assert [reply.rounds for reply in drafted] == [outcome.rounds[3] for outcome in outcomes]

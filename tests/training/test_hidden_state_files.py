@@ -1,4 +1,4 @@
-"""Hidden states on disk: what is read is what would have been made, and a folder of others is refused."""
+"""Hidden states on disk: what is read is what would have been made, and a folder of others is rejected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from blockdraft.errors import BlockdraftError, InputError
-from blockdraft.records import Document
+from blockdraft.records import Example
 from blockdraft.settings import TrainSettings
 from blockdraft.training import hidden_state_files
 from blockdraft.training.hidden_state_files import HiddenStateFiles
@@ -23,12 +23,12 @@ from blockdraft.training.plan import TrainingPlan
 from blockdraft.training.run_folder import LAST
 from blockdraft.training.trainer import Trainer
 from blockdraft.verifiers.base import Verifier
-from conftest import random_document, tiny_encoder_decoder, tiny_verifier_of
+from conftest import random_example, tiny_encoder_decoder, tiny_verifier_of
 
-DOCUMENTS = [random_document(24 + i % 5, 6 + i % 3, i) for i in range(20)]
+EXAMPLES = [random_example(24 + i % 5, 6 + i % 3, i) for i in range(20)]
 LENGTHS = [2, 2, 9, 10, 11, 12, 13, 2, 9, 30]  # a target of one token is a text of two: the start token comes first
 PAIRS = [
-    dataclasses.replace(random_document(LENGTHS[i % 10], 1, i), source_ids=random_document(5 + i, 1, 100 + i).input_ids)
+    dataclasses.replace(random_example(LENGTHS[i % 10], 1, i), source_ids=random_example(5 + i, 1, 100 + i).input_ids)
     for i in range(20)
 ]
 
@@ -38,8 +38,8 @@ def verifiers() -> dict[str, Verifier]:
     return {"causal": tiny_verifier_of("llama"), "seq2seq": tiny_encoder_decoder()}
 
 
-def documents_of(kind: str) -> list[Document]:
-    return DOCUMENTS if kind == "causal" else PAIRS
+def examples_of(kind: str) -> list[Example]:
+    return EXAMPLES if kind == "causal" else PAIRS
 
 
 def settings_of(folder: Path, name: str, **changes: object) -> TrainSettings:
@@ -50,8 +50,8 @@ def settings_of(folder: Path, name: str, **changes: object) -> TrainSettings:
     return dataclasses.replace(base, **changes)
 
 
-def trained(settings: TrainSettings, verifier: Verifier, documents: Sequence[Document]) -> bytes:
-    Trainer.prepare(TrainingPlan(settings, verifier, documents)).run()
+def trained(settings: TrainSettings, verifier: Verifier, examples: Sequence[Example]) -> bytes:
+    Trainer.prepare(TrainingPlan(settings, verifier, examples)).run()
     return (settings.save_path / LAST / "model.safetensors").read_bytes()
 
 
@@ -67,12 +67,12 @@ def same(found: Sequence, wanted: Sequence) -> None:
 def test_training_from_a_folder_is_training_in_process(
     verifiers: dict[str, Verifier], tmp_path: Path, kind: str, loss: str
 ) -> None:
-    verifier, documents = verifiers[kind], documents_of(kind)
-    wanted = trained(settings_of(tmp_path, "plain", loss_fn=loss), verifier, documents)
+    verifier, examples = verifiers[kind], examples_of(kind)
+    wanted = trained(settings_of(tmp_path, "plain", loss_fn=loss), verifier, examples)
     from_folder = {"loss_fn": loss, "hidden_states_path": tmp_path / "states"}
-    assert trained(settings_of(tmp_path, "first", **from_folder), verifier, documents) == wanted
+    assert trained(settings_of(tmp_path, "first", **from_folder), verifier, examples) == wanted
     again = settings_of(tmp_path, "again", **from_folder, states_memory_gib=0.0, on_missing="raise")
-    assert trained(again, _deaf(verifier), documents) == wanted  # everything is read, nothing is made
+    assert trained(again, _deaf(verifier), examples) == wanted  # everything is read, nothing is made
 
 
 def _deaf(verifier: Verifier) -> Verifier:
@@ -90,7 +90,7 @@ def test_a_folder_grows_and_goes_on(verifiers: dict[str, Verifier], tmp_path: Pa
     """A run that was killed left some files whole and one half written; the next makes what is missing, no more."""
     maker = InProcess(verifiers["causal"], (1, 3), with_final=True)
     files = HiddenStateFiles(tmp_path / "s", maker)
-    files.prepare(DOCUMENTS[:7])
+    files.prepare(EXAMPLES[:7])
     kept = {path: path.read_bytes() for path in (tmp_path / "s").glob("*/*.safetensors")}
     assert len(kept) == 7
     gone = subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True, check=True).stdout.strip()
@@ -98,11 +98,11 @@ def test_a_folder_grows_and_goes_on(verifiers: dict[str, Verifier], tmp_path: Pa
     half.write_bytes(b"half")
     growing.write_bytes(b"half")  # of a process that is alive
     again = HiddenStateFiles(tmp_path / "s", maker)
-    assert again.missing(DOCUMENTS) == list(range(7, 20))
-    again.prepare(DOCUMENTS)
-    assert again.missing(DOCUMENTS) == [] and not half.exists() and growing.exists()
+    assert again.missing(EXAMPLES) == list(range(7, 20))
+    again.prepare(EXAMPLES)
+    assert again.missing(EXAMPLES) == [] and not half.exists() and growing.exists()
     assert all(path.read_bytes() == content for path, content in kept.items())
-    for found, wanted in zip(again.get(DOCUMENTS), maker.get(DOCUMENTS), strict=True):
+    for found, wanted in zip(again.get(EXAMPLES), maker.get(EXAMPLES), strict=True):
         torch.testing.assert_close(found.taps, wanted.taps)
         torch.testing.assert_close(found.final, wanted.final)
         assert torch.equal(found.greedy, wanted.greedy)
@@ -111,23 +111,21 @@ def test_a_folder_grows_and_goes_on(verifiers: dict[str, Verifier], tmp_path: Pa
 def test_a_folder_with_more_serves_less(verifiers: dict[str, Verifier], tmp_path: Path) -> None:
     verifier = verifiers["causal"]
     rich = HiddenStateFiles(tmp_path / "s", InProcess(verifier, (0, 1, 2, 3, 4), with_final=True))
-    rich.prepare(DOCUMENTS[:10])
+    rich.prepare(EXAMPLES[:10])
     poor = HiddenStateFiles(tmp_path / "s", InProcess(verifier, (3, 1)))
     # What is missing is made as the folder has it, for whoever comes next.
-    same(poor.get(DOCUMENTS[10:]), InProcess(verifier, (3, 1)).get(DOCUMENTS[10:]))
-    assert (
-        HiddenStateFiles(tmp_path / "s", InProcess(verifier, (0, 4), True), "raise").available(DOCUMENTS) is DOCUMENTS
-    )
-    whole = rich.get(DOCUMENTS[:10])
-    for found, all_of_it in zip(poor.get(DOCUMENTS[:10]), whole, strict=True):
+    same(poor.get(EXAMPLES[10:]), InProcess(verifier, (3, 1)).get(EXAMPLES[10:]))
+    assert HiddenStateFiles(tmp_path / "s", InProcess(verifier, (0, 4), True), "raise").available(EXAMPLES) is EXAMPLES
+    whole = rich.get(EXAMPLES[:10])
+    for found, all_of_it in zip(poor.get(EXAMPLES[:10]), whole, strict=True):
         assert torch.equal(found.taps, all_of_it.taps[:, [3, 1]]) and found.final is None
 
 
 def test_taps_come_in_the_order_in_which_they_are_asked_for(verifiers: dict[str, Verifier], tmp_path: Path) -> None:
     verifier = verifiers["causal"]
-    HiddenStateFiles(tmp_path / "s", InProcess(verifier, (1, 3))).prepare(DOCUMENTS[:5])
-    turned = HiddenStateFiles(tmp_path / "s", InProcess(verifier, (3, 1)), "raise").get(DOCUMENTS[:5])
-    for found, wanted in zip(turned, InProcess(verifier, (3, 1)).get(DOCUMENTS[:5]), strict=True):
+    HiddenStateFiles(tmp_path / "s", InProcess(verifier, (1, 3))).prepare(EXAMPLES[:5])
+    turned = HiddenStateFiles(tmp_path / "s", InProcess(verifier, (3, 1)), "raise").get(EXAMPLES[:5])
+    for found, wanted in zip(turned, InProcess(verifier, (3, 1)).get(EXAMPLES[:5]), strict=True):
         torch.testing.assert_close(found.taps, wanted.taps)
 
 
@@ -140,7 +138,7 @@ def test_a_file_is_of_one_text_with_one_source(verifiers: dict[str, Verifier], t
 
 def test_states_of_something_else_are_refused(verifiers: dict[str, Verifier], tmp_path: Path) -> None:
     verifier = verifiers["causal"]
-    HiddenStateFiles(tmp_path / "s", InProcess(verifier, (1, 3))).prepare(DOCUMENTS[:2])
+    HiddenStateFiles(tmp_path / "s", InProcess(verifier, (1, 3))).prepare(EXAMPLES[:2])
     rounded = tiny_verifier_of("llama", torch.bfloat16)
     for maker, says in (
         (InProcess(verifier, (1, 2)), r"was made with tap_ids \[1, 3\], now asked for \[1, 2\]"),
@@ -156,39 +154,39 @@ def test_states_of_something_else_are_refused(verifiers: dict[str, Verifier], tm
         HiddenStateFiles(tmp_path / "other", InProcess(verifier, (1, 3)))
 
 
-def test_documents_without_states(verifiers: dict[str, Verifier], tmp_path: Path, said: Callable[[], str]) -> None:
+def test_examples_without_states(verifiers: dict[str, Verifier], tmp_path: Path, said: Callable[[], str]) -> None:
     verifier, folder = verifiers["causal"], tmp_path / "s"
     maker = InProcess(verifier, (0, 2, 4))
-    HiddenStateFiles(folder, maker).prepare([d for i, d in enumerate(DOCUMENTS) if i not in (3, 8)])
+    HiddenStateFiles(folder, maker).prepare([d for i, d in enumerate(EXAMPLES) if i not in (3, 8)])
     asked = {"hidden_states_path": folder}
-    with pytest.raises(InputError, match=r"lacks 2 of 20 documents .*the first: doc3.*blockdraft states"):
-        TrainingPlan(settings_of(tmp_path, "r", **asked, on_missing="raise"), verifier, DOCUMENTS)
+    with pytest.raises(InputError, match=r"lacks 2 of 20 examples .*the first: doc3.*blockdraft states"):
+        TrainingPlan(settings_of(tmp_path, "r", **asked, on_missing="raise"), verifier, EXAMPLES)
     for choice, named in (("skip", False), ("warn", True)):
-        plan = TrainingPlan(settings_of(tmp_path, "r", **asked, on_missing=choice), verifier, DOCUMENTS)
-        assert {d.id for d in plan.documents} == {d.id for d in DOCUMENTS} - {"doc3", "doc8"}
+        plan = TrainingPlan(settings_of(tmp_path, "r", **asked, on_missing=choice), verifier, EXAMPLES)
+        assert {d.id for d in plan.examples} == {d.id for d in EXAMPLES} - {"doc3", "doc8"}
         text = said()
-        assert "2 of 20 documents have none and are left out" in text and ("doc8" in text) == named
+        assert "2 of 20 examples have none and are left out" in text and ("doc8" in text) == named
     with pytest.raises(InputError, match="lacks 20 of 20"):
-        HiddenStateFiles(tmp_path / "empty", maker, "skip").available(DOCUMENTS)
+        HiddenStateFiles(tmp_path / "empty", maker, "skip").available(EXAMPLES)
     deleted = HiddenStateFiles(folder, maker, on_generate="delete")
-    deleted.prepare(DOCUMENTS)
-    same(deleted.get([DOCUMENTS[3], DOCUMENTS[0]])[:1], maker.get([DOCUMENTS[3]]))
-    assert deleted.missing(DOCUMENTS) == [3, 8]
+    deleted.prepare(EXAMPLES)
+    same(deleted.get([EXAMPLES[3], EXAMPLES[0]])[:1], maker.get([EXAMPLES[3]]))
+    assert deleted.missing(EXAMPLES) == [3, 8]
 
 
 def test_damaged_files(verifiers: dict[str, Verifier], tmp_path: Path, said: Callable[[], str]) -> None:
     maker = InProcess(verifiers["causal"], (1, 3))
     files = HiddenStateFiles(tmp_path / "s", maker)
-    files.prepare(DOCUMENTS[:3])
-    files.path(DOCUMENTS[0]).write_bytes(files.path(DOCUMENTS[0]).read_bytes()[:300])
-    shutil.copy(files.path(DOCUMENTS[2]), files.path(DOCUMENTS[1]))
+    files.prepare(EXAMPLES[:3])
+    files.path(EXAMPLES[0]).write_bytes(files.path(EXAMPLES[0]).read_bytes()[:300])
+    shutil.copy(files.path(EXAMPLES[2]), files.path(EXAMPLES[1]))
     with pytest.raises(BlockdraftError, match="gone or damaged"):
-        HiddenStateFiles(tmp_path / "s", maker, "raise").get(DOCUMENTS[:1])
+        HiddenStateFiles(tmp_path / "s", maker, "raise").get(EXAMPLES[:1])
     said()
-    same(files.get(DOCUMENTS[:3])[:2], maker.get(DOCUMENTS[:2]))
+    same(files.get(EXAMPLES[:3])[:2], maker.get(EXAMPLES[:2]))
     text = said()
     assert "is damaged" in text and "is not what its name says" in text
-    HiddenStateFiles(tmp_path / "s", maker, "raise").get(DOCUMENTS[:3])  # mended
+    HiddenStateFiles(tmp_path / "s", maker, "raise").get(EXAMPLES[:3])  # fixed
     assert not said()
 
 
@@ -197,6 +195,6 @@ def test_a_full_disk_is_found_before_work_starts(
 ) -> None:
     monkeypatch.setattr(hidden_state_files.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**30 + 10_000))
     files = HiddenStateFiles(tmp_path / "s", InProcess(verifiers["causal"], (1, 3)))
-    with pytest.raises(InputError, match=r"20 documents need .* GiB there and 0\.0 are free"):
-        files.prepare(DOCUMENTS)
+    with pytest.raises(InputError, match=r"20 examples need .* GiB there and 0\.0 are free"):
+        files.prepare(EXAMPLES)
     assert not list((tmp_path / "s").rglob("*.safetensors"))

@@ -32,9 +32,9 @@ from blockdraft.training.step import row_loss
 from blockdraft.training.trainer import Trainer
 from blockdraft.verifiers.causal import CausalVerifier
 from blockdraft.verifiers.loading import load_verifier, save_folder
-from conftest import call, own_replies, random_document, tiny_verifier_of
+from conftest import call, own_replies, random_example, tiny_verifier_of
 
-DOCUMENTS = [random_document(24 + i % 5, 6 + i % 3, i) for i in range(12)]
+EXAMPLES = [random_example(24 + i % 5, 6 + i % 3, i) for i in range(12)]
 
 
 def settings_of(folder: Path, **changes: object) -> TrainSettings:
@@ -46,7 +46,7 @@ def settings_of(folder: Path, **changes: object) -> TrainSettings:
 
 
 def prepared(settings: TrainSettings, verifier: CausalVerifier) -> Trainer:
-    return Trainer.prepare(TrainingPlan(settings, verifier, DOCUMENTS))
+    return Trainer.prepare(TrainingPlan(settings, verifier, EXAMPLES))
 
 
 def weights(folder: Path) -> bytes:
@@ -208,8 +208,8 @@ def test_a_folder_that_does_not_say_what_it_holds_is_rejected(
 @pytest.mark.parametrize("name", ["a/../../x", "..", "/tmp/x", "", "."])
 def test_a_run_name_stays_inside(tiny_verifier: CausalVerifier, tmp_path: Path, name: str) -> None:
     with pytest.raises(InputError, match="--run-name"):
-        TrainingPlan(settings_of(tmp_path, run_name=name), tiny_verifier, DOCUMENTS)
-    TrainingPlan(settings_of(tmp_path, run_name="group/first"), tiny_verifier, DOCUMENTS)
+        TrainingPlan(settings_of(tmp_path, run_name=name), tiny_verifier, EXAMPLES)
+    TrainingPlan(settings_of(tmp_path, run_name="group/first"), tiny_verifier, EXAMPLES)
     assert not list(tmp_path.iterdir())
 
 
@@ -237,9 +237,9 @@ def exact_verifier() -> CausalVerifier:
 def test_the_gradient_of_a_step_is_that_of_all_its_rows_at_once(
     exact_verifier: CausalVerifier, tmp_path: Path, kind: str, accum: int
 ) -> None:
-    """One row that holds the documents of all rows, with the same anchors."""
+    """One row that holds the examples of all rows, with the same anchors."""
     settings = settings_of(tmp_path, grad_accum=accum, epochs=1.0, total_seq_len=60, **OBJECTIVES[kind])
-    plan = TrainingPlan(settings, exact_verifier, DOCUMENTS)
+    plan = TrainingPlan(settings, exact_verifier, EXAMPLES)
     trainer = Trainer.fresh(plan)
     trainer.draft.double()
     rows = [plan.draw(number) for number in plan.rows_of(0)]
@@ -275,9 +275,9 @@ def test_the_gradient_of_a_step_is_that_of_all_its_rows_at_once(
 def test_the_last_step_takes_the_rows_that_are_left(
     tiny_verifier: CausalVerifier, tmp_path: Path, accum: int, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    documents = [random_document(24, 6, i) for i in range(15)]
+    examples = [random_example(24, 6, i) for i in range(15)]
     settings = settings_of(tmp_path, grad_accum=accum, epochs=1.0, total_seq_len=24, train_data_ratio=0.85)
-    plan = TrainingPlan(settings, tiny_verifier, documents)
+    plan = TrainingPlan(settings, tiny_verifier, examples)
     plan.rows = [[index % len(plan.train)] for index in range(13)]
     plan.total_steps = -(-13 // accum)
     seen: list[int] = []
@@ -287,7 +287,7 @@ def test_the_last_step_takes_the_rows_that_are_left(
     for step in range(plan.total_steps):
         trainer._update(step, 1.0)
     assert plan.total_steps == steps and seen == list(range(13))
-    whole = TrainingPlan(settings, tiny_verifier, documents)
+    whole = TrainingPlan(settings, tiny_verifier, examples)
     assert whole.total_steps == -(-len(whole.rows) // accum)
 
 
@@ -349,11 +349,11 @@ def test_a_second_process_on_a_folder_gets_one_line(
 
 def test_hidden_states_that_are_there_may_be_read_by_many(workshop: Path, tmp_path: Path) -> None:
     maker = InProcess(tiny_verifier_of("llama"), (1, 3))
-    HiddenStateFiles(tmp_path / "s", maker).prepare(DOCUMENTS)
+    HiddenStateFiles(tmp_path / "s", maker).prepare(EXAMPLES)
     with locked(tmp_path / "s", "--hidden-states-path"):
-        HiddenStateFiles(tmp_path / "s", maker).prepare(DOCUMENTS)
+        HiddenStateFiles(tmp_path / "s", maker).prepare(EXAMPLES)
         with pytest.raises(InputError, match="is in use by process"):
-            HiddenStateFiles(tmp_path / "s", maker).prepare([*DOCUMENTS, random_document(20, 4, 99)])
+            HiddenStateFiles(tmp_path / "s", maker).prepare([*EXAMPLES, random_example(20, 4, 99)])
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -451,7 +451,7 @@ def test_a_run_killed_before_its_summary_only_ends(workshop: Path, tmp_path: Pat
     wanted = prepared(settings, verifier).run()
     (tmp_path / "run" / SUMMARY).unlink()
     shutil.rmtree(tmp_path / "run" / LAST)
-    plan = TrainingPlan(settings, verifier, DOCUMENTS)
+    plan = TrainingPlan(settings, verifier, EXAMPLES)
     assert RunFolder(plan).finished() is None
     assert Trainer.prepare(plan).run() == wanted and RunFolder(plan).finished() == wanted
 

@@ -13,18 +13,18 @@ from blockdraft.ops.anchors import Blocks, choose_anchors
 from blockdraft.training.hidden_states import InProcess
 from blockdraft.training.step import block_targets, positions_before, row_loss
 from blockdraft.verifiers.causal import CausalVerifier
-from conftest import FAMILIES, random_document, tiny_config, tiny_draft, tiny_verifier_of
+from conftest import FAMILIES, random_example, tiny_config, tiny_draft, tiny_verifier_of
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_teacher_is_the_verifiers_own_distribution(family: str) -> None:
     """Final norm and soft cap as the family has them."""
     verifier = tiny_verifier_of(family)
-    document = random_document(20, 5, 1)
-    (states,) = InProcess(verifier, (2,), with_final=True).get([document])
+    example = random_example(20, 5, 1)
+    (states,) = InProcess(verifier, (2,), with_final=True).get([example])
     assert states.final is not None
     teacher = Teacher(states.final, torch.arange(20)[None], verifier.head_VE, verifier.logit_softcap)
-    wanted = verifier.model(torch.tensor([document.input_ids])).logits[0].float()
+    wanted = verifier.model(torch.tensor([example.input_ids])).logits[0].float()
     torch.testing.assert_close(teacher.logits(teacher.raw_logits(torch.arange(20))), wanted, rtol=1e-4, atol=1e-4)
     distributions = teacher.distributions(teacher.raw_logits(torch.arange(20)))
     torch.testing.assert_close(distributions.probs, wanted.softmax(-1), rtol=1e-4, atol=1e-6)
@@ -38,11 +38,11 @@ def test_what_the_vocabulary_lacks_has_no_loss_and_no_say() -> None:
     blocks = Blocks(torch.tensor([2, 4]), torch.tensor([0, 0]), torch.tensor([7, 7]))
     targets = block_targets(torch.arange(100, 110), blocks, 3, vocabulary)
     assert targets.mask_NK.tolist() == [[True, True, True], [True, True, False]]
-    assert targets.learnable_NK.tolist() == [[False, True, False], [False, True, False]]
-    assert targets.ids_NK[targets.learnable_NK].tolist() == [1, 2]
+    assert targets.in_vocabulary_NK.tolist() == [[False, True, False], [False, True, False]]
+    assert targets.ids_NK[targets.in_vocabulary_NK].tolist() == [1, 2]
 
 
-def test_the_token_before_a_proposal_is_the_text_and_never_beyond_the_document() -> None:
+def test_the_token_before_a_proposal_is_the_text_and_never_beyond_the_example() -> None:
     blocks = Blocks(torch.tensor([2, 5]), torch.tensor([0, 0]), torch.tensor([7, 7]))
     before, inside = positions_before(blocks, 4)
     assert before.tolist() == [[2, 3, 4, 5], [5, 5, 5, 5]]
@@ -55,9 +55,9 @@ def test_a_head_learns_from_the_token_before_and_not_from_the_one_to_predict(
 ) -> None:
     """Changing the text at position p changes the loss only through proposals for positions after p."""
     draft = tiny_draft(tiny_verifier, tiny_config("dspark", sequential_head=sequential))
-    document = random_document(30, 5, 1)
-    (states,) = InProcess(tiny_verifier, draft.config.target_layer_ids).get([document])
-    row = pack_row([document])
+    example = random_example(30, 5, 1)
+    (states,) = InProcess(tiny_verifier, draft.config.target_layer_ids).get([example])
+    row = pack_row([example])
     blocks = Blocks(torch.tensor([12]), torch.tensor([0]), torch.tensor([30]))
     objective = Objective({"ce": 1.0}, "fixed-exp-decay", decay_gamma=1e-3)  # the first proposal alone counts
     base = float(row_loss(draft, row, [states], blocks, objective).loss.detach())
@@ -65,14 +65,14 @@ def test_a_head_learns_from_the_token_before_and_not_from_the_one_to_predict(
         row.tokens[position] = (row.tokens[position] + 1) % 90
         moved = float(row_loss(draft, row, [states], blocks, objective).loss.detach())
         assert (abs(moved - base) > 1e-6) == matters
-        row.tokens[position] = document.input_ids[position]
+        row.tokens[position] = example.input_ids[position]
 
 
 def test_two_losses_add_up_and_confidence_is_one_of_them(tiny_verifier: CausalVerifier) -> None:
     draft = tiny_draft(tiny_verifier, tiny_config("dspark"))
-    document = random_document(30, 5, 1)
-    (states,) = InProcess(tiny_verifier, draft.config.target_layer_ids, with_final=True).get([document])
-    row = pack_row([document])
+    example = random_example(30, 5, 1)
+    (states,) = InProcess(tiny_verifier, draft.config.target_layer_ids, with_final=True).get([example])
+    row = pack_row([example])
     blocks = choose_anchors(row.loss_mask, row.lengths, 0)
 
     def loss(terms: dict[str, float], alpha: float) -> float:
@@ -92,9 +92,9 @@ def test_confidence_learns_what_the_verifier_accepts_of_all_its_tokens(family: s
     verifier = tiny_verifier_of(family)
     draft = tiny_draft(verifier, tiny_config("dspark", draft_vocab_size=40))
     assert draft.vocabulary is not None and draft.sequential is not None
-    document = random_document(30, 5, 1)
-    (states,) = InProcess(verifier, draft.config.target_layer_ids, with_final=True).get([document])
-    row = pack_row([document])
+    example = random_example(30, 5, 1)
+    (states,) = InProcess(verifier, draft.config.target_layer_ids, with_final=True).get([example])
+    row = pack_row([example])
     blocks = choose_anchors(row.loss_mask, row.lengths, 0)
     objective = Objective({loss: 1.0}, "fixed-exp-decay")
     outcome = row_loss(draft, row, [states], blocks, objective, verifier.logit_softcap, whole_head_VE=verifier.head_VE)

@@ -1,4 +1,4 @@
-"""Training: it learns, it resumes to the same bits, and it refuses what it should."""
+"""Training: it learns, it resumes to the same bits, and it rejects what it should."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from blockdraft.checkpoints.store import load_draft
 from blockdraft.decoding.one_pass import one_pass_acceptance
 from blockdraft.errors import BlockdraftError, InputError
 from blockdraft.ops.acceptance import AcceptanceCounts
-from blockdraft.records import Document
+from blockdraft.records import Example
 from blockdraft.settings import TrainSettings
 from blockdraft.training import trainer as module
 from blockdraft.training.creation import draft_config, resolve_mask_token, spread_taps
@@ -26,13 +26,13 @@ from blockdraft.training.hidden_states import InProcess
 from blockdraft.training.plan import TrainingPlan
 from blockdraft.training.run_folder import BEST, LAST, STATES
 from blockdraft.training.schedules import learning_rate_factor
-from blockdraft.training.split import split_documents
+from blockdraft.training.split import split_examples
 from blockdraft.training.step import block_targets
 from blockdraft.training.trainer import Trainer
 from blockdraft.verifiers.causal import CausalVerifier
-from conftest import random_document, tiny_verifier_of
+from conftest import random_example, tiny_verifier_of
 
-DOCUMENTS = [random_document(24 + i % 5, 6 + i % 3, i) for i in range(12)]
+EXAMPLES = [random_example(24 + i % 5, 6 + i % 3, i) for i in range(12)]
 
 
 def settings_of(folder: Path, **changes: object) -> TrainSettings:
@@ -52,21 +52,21 @@ def settings_of(folder: Path, **changes: object) -> TrainSettings:
     return dataclasses.replace(base, **changes)
 
 
-def trained(settings: TrainSettings, verifier: CausalVerifier, documents=DOCUMENTS) -> dict:
-    return Trainer.prepare(TrainingPlan(settings, verifier, documents)).run()
+def trained(settings: TrainSettings, verifier: CausalVerifier, examples=EXAMPLES) -> dict:
+    return Trainer.prepare(TrainingPlan(settings, verifier, examples)).run()
 
 
 def weights(folder: Path, name: str = LAST) -> bytes:
     return (folder / "run" / name / "model.safetensors").read_bytes()
 
 
-def greedy_document(verifier: CausalVerifier, length: int = 40) -> Document:
+def greedy_example(verifier: CausalVerifier, length: int = 40) -> Example:
     """A row that is the verifier's own greedy text."""
     ids = [5, 9, 23]
     for _ in range(length - 3):
         states = verifier.states([torch.tensor(ids)], [])[0]
         ids.append(int(verifier.logits(states.final[-1]).argmax()))
-    return Document.of_reply("memo", ids[:3], ids[3:], "length")
+    return Example.of_reply("memo", ids[:3], ids[3:], "length")
 
 
 @pytest.mark.parametrize("method", ["dflash", "dflare", "dspark"])
@@ -74,8 +74,8 @@ def greedy_document(verifier: CausalVerifier, length: int = 40) -> Document:
 def test_memorising_one_row_reaches_full_acceptance(
     tiny_verifier: CausalVerifier, tmp_path: Path, method: str, optimizer: str
 ) -> None:
-    memo = greedy_document(tiny_verifier)
-    other = Document.of_reply("other", memo.input_ids[:3], memo.input_ids[3:-1], "length")
+    memo = greedy_example(tiny_verifier)
+    other = Example.of_reply("other", memo.input_ids[:3], memo.input_ids[3:-1], "length")
     settings = settings_of(
         tmp_path, speculator_type=method, optimizer=optimizer, epochs=250.0, max_anchors=0, total_seq_len=40,
         checkpoint_freq=1000.0, scheduler_type="constant", lr=1e-2,
@@ -111,7 +111,7 @@ def test_a_killed_run_resumes_to_the_same_bits(
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     summary = trained(settings_of(tmp_path / "killed", **common), tiny_verifier)
     assert weights(tmp_path / "whole") == weights(tmp_path / "killed")
-    plan = TrainingPlan(settings_of(tmp_path / "whole", **common), tiny_verifier, DOCUMENTS).rows
+    plan = TrainingPlan(settings_of(tmp_path / "whole", **common), tiny_verifier, EXAMPLES).rows
     assert [row for step in seen for row in step] == plan and summary["steps"] == -(-len(plan) // 2)
 
 
@@ -154,7 +154,7 @@ def test_states_not_kept_in_memory_train_the_same(tiny_verifier: CausalVerifier,
 def test_other_settings_do_not_continue_a_run(tiny_verifier: CausalVerifier, tmp_path: Path) -> None:
     trained(settings_of(tmp_path), tiny_verifier)
     with pytest.raises(InputError, match=r"was made with lr 0\.002, now asked for 0\.001"):
-        Trainer.prepare(TrainingPlan(settings_of(tmp_path, lr=0.001), tiny_verifier, DOCUMENTS))
+        Trainer.prepare(TrainingPlan(settings_of(tmp_path, lr=0.001), tiny_verifier, EXAMPLES))
 
 
 def test_best_is_the_peak_of_real_acceptance(
@@ -176,10 +176,10 @@ def test_best_is_the_peak_of_real_acceptance(
 def test_nan_stops_the_run_and_names_where(
     tiny_verifier: CausalVerifier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = Trainer.prepare(TrainingPlan(settings_of(tmp_path), tiny_verifier, DOCUMENTS))
+    trainer = Trainer.prepare(TrainingPlan(settings_of(tmp_path), tiny_verifier, EXAMPLES))
     with torch.no_grad():
         trainer.draft.layers[0].mlp.up_proj.weight[0, 0] = torch.nan
-    with pytest.raises(BlockdraftError, match=r"step 1: the gradient of .* is not finite; documents \['doc"):
+    with pytest.raises(BlockdraftError, match=r"step 1: the gradient of .* is not finite; examples \['doc"):
         trainer.run()
 
 
@@ -204,7 +204,7 @@ def test_tensorboard_receives_the_curves(tiny_verifier: CausalVerifier, tmp_path
 
 
 def test_a_reduced_vocabulary_logs_its_coverage(tiny_verifier: CausalVerifier, tmp_path: Path) -> None:
-    trainer = Trainer.fresh(TrainingPlan(settings_of(tmp_path, draft_vocab_size=20), tiny_verifier, DOCUMENTS))
+    trainer = Trainer.fresh(TrainingPlan(settings_of(tmp_path, draft_vocab_size=20), tiny_verifier, EXAMPLES))
     _, metrics = trainer._update(0, 1.0)
     figures = metrics.figures()
     assert 0 < figures["coverage"] < 1
@@ -215,7 +215,7 @@ def test_a_reduced_vocabulary_logs_its_coverage(tiny_verifier: CausalVerifier, t
 def test_compiled_layers_compute_the_same(tiny_verifier: CausalVerifier, tmp_path: Path) -> None:
     losses = {}
     for compiled in ("on", "off"):
-        trainer = Trainer.fresh(TrainingPlan(settings_of(tmp_path, compile=compiled), tiny_verifier, DOCUMENTS))
+        trainer = Trainer.fresh(TrainingPlan(settings_of(tmp_path, compile=compiled), tiny_verifier, EXAMPLES))
         losses[compiled] = [trainer._update(step, 1.0)[0] for step in range(2)]
         assert "layers.0.mlp.up_proj.weight" in trainer.draft.state_dict()
     assert losses["on"] == pytest.approx(losses["off"], rel=1e-4)
@@ -235,27 +235,27 @@ def test_compiled_layers_compute_the_same(tiny_verifier: CausalVerifier, tmp_pat
         ({"num_attention_heads": 5}, "--num-attention-heads: 5: does not divide the hidden size 32"),
         ({"num_attention_heads": 4, "num_key_value_heads": 3}, "--num-key-value-heads: 3: must divide the 4 query"),
         ({"confidence_with_previous": True}, "--confidence-with-previous: True: needs a sequential head"),
-        ({"mask_token_id": DOCUMENTS[0].input_ids[7]}, "occurs in the data"),
+        ({"mask_token_id": EXAMPLES[0].input_ids[7]}, "occurs in the data"),
     ],
 )
 def test_bad_choices_are_refused_by_name(
     tiny_verifier: CausalVerifier, tmp_path: Path, changes: dict, says: str
 ) -> None:
     with pytest.raises(InputError, match=says):
-        TrainingPlan(settings_of(tmp_path, **changes), tiny_verifier, DOCUMENTS)
+        TrainingPlan(settings_of(tmp_path, **changes), tiny_verifier, EXAMPLES)
     assert not list(tmp_path.iterdir())
 
 
 def test_mask_token_is_resolved_in_order(tiny_verifier: CausalVerifier, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert resolve_mask_token(101, tiny_verifier, DOCUMENTS) == 101
-    assert resolve_mask_token(None, tiny_verifier, DOCUMENTS) == 97  # the first row that the tokenizer does not use
+    assert resolve_mask_token(101, tiny_verifier, EXAMPLES) == 101
+    assert resolve_mask_token(None, tiny_verifier, EXAMPLES) == 97  # the first row that the tokenizer does not use
     tokenizer = tiny_verifier.tokenizer
     monkeypatch.setattr(type(tokenizer), "mask_token_id", 99, raising=False)
-    assert resolve_mask_token(None, tiny_verifier, DOCUMENTS) == 99
+    assert resolve_mask_token(None, tiny_verifier, EXAMPLES) == 99
     monkeypatch.setattr(type(tokenizer), "mask_token_id", None, raising=False)
     monkeypatch.setattr(type(tokenizer), "__len__", lambda self: 128)
     with pytest.raises(InputError, match="no mask token and no unused row"):
-        resolve_mask_token(None, tiny_verifier, DOCUMENTS)
+        resolve_mask_token(None, tiny_verifier, EXAMPLES)
 
 
 def test_targets_are_the_verifiers_choice_one_before_the_slot() -> None:
@@ -269,25 +269,25 @@ def test_targets_are_the_verifiers_choice_one_before_the_slot() -> None:
 
 
 def test_targets_come_from_the_verifier_and_not_from_the_file(tiny_verifier: CausalVerifier) -> None:
-    document = random_document(20, 5, 1)
-    (states,) = InProcess(tiny_verifier, (2,)).get([document])
-    wanted = tiny_verifier.model(torch.tensor([document.input_ids])).logits[0].argmax(-1)
+    example = random_example(20, 5, 1)
+    (states,) = InProcess(tiny_verifier, (2,)).get([example])
+    wanted = tiny_verifier.model(torch.tensor([example.input_ids])).logits[0].argmax(-1)
     assert states.greedy[4:].tolist() == wanted[4:].tolist()
     assert states.greedy[:4].tolist() == [-1] * 4
 
 
 def test_split_is_by_content() -> None:
-    documents = [random_document(10, 3, i) for i in range(200)]
-    train, validation = split_documents(documents, 0.8)
+    examples = [random_example(10, 3, i) for i in range(200)]
+    train, validation = split_examples(examples, 0.8)
     assert not {d.id for d in train} & {d.id for d in validation}
     assert 130 < len(train) < 185
-    more = [*reversed(documents), *(random_document(10, 3, i) for i in range(200, 260))]
-    again, _ = split_documents(more, 0.8)
+    more = [*reversed(examples), *(random_example(10, 3, i) for i in range(200, 260))]
+    again, _ = split_examples(more, 0.8)
     assert {d.id for d in train} <= {d.id for d in again}
     for ratio in (0.001, 0.999):
-        assert all(split_documents(documents[:5], ratio))
+        assert all(split_examples(examples[:5], ratio))
     with pytest.raises(InputError, match="two different"):
-        split_documents([documents[0]] * 4, 0.5)
+        split_examples([examples[0]] * 4, 0.5)
 
 
 def test_default_taps_are_the_published_ones() -> None:
@@ -297,7 +297,7 @@ def test_default_taps_are_the_published_ones() -> None:
 
 
 def test_draft_takes_the_verifiers_shape(tiny_verifier: CausalVerifier, tmp_path: Path) -> None:
-    config = draft_config(settings_of(tmp_path), tiny_verifier, DOCUMENTS)
+    config = draft_config(settings_of(tmp_path), tiny_verifier, EXAMPLES)
     assert (config.head_dim, config.num_attention_heads, config.num_key_value_heads, config.intermediate_size) == (
         16,
         4,
@@ -319,9 +319,9 @@ def test_replies_of_one_token_teach_nothing_and_break_nothing(
     tiny_verifier: CausalVerifier, tmp_path: Path, method: str
 ) -> None:
     """No block fits behind them: rows of nothing else are steps without a loss."""
-    short = [Document.of_reply(str(i), [5 + i, 6, 7], [8 + i], "stop") for i in range(6)]
+    short = [Example.of_reply(str(i), [5 + i, 6, 7], [8 + i], "stop") for i in range(6)]
     settings = settings_of(tmp_path, epochs=1.0, total_seq_len=4, train_data_ratio=0.5, speculator_type=method)
-    result = trained(settings, tiny_verifier, [*short, random_document(24, 6, 9)])
+    result = trained(settings, tiny_verifier, [*short, random_example(24, 6, 9)])
     assert result["steps"] >= 3
 
 

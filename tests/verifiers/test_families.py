@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from blockdraft.decoding.engine import DecodingEngine, Reply
 from blockdraft.decoding.one_pass import one_pass_acceptance
 from blockdraft.errors import InputError
-from blockdraft.records import Document
+from blockdraft.records import Example
 from blockdraft.settings import SamplingSettings, TrainSettings
 from blockdraft.training.plan import TrainingPlan
 from blockdraft.training.trainer import Trainer
@@ -21,11 +21,11 @@ from blockdraft.verifiers import proof
 from blockdraft.verifiers.base import Verifier
 from blockdraft.verifiers.identity import read_identity
 from blockdraft.verifiers.loading import load_verifier
-from conftest import MASK, random_document, tiny_tokenizer
+from conftest import MASK, random_example, tiny_tokenizer
 from verifiers.families import FAMILIES, NOT_TRIED, REJECTED, RIGHT, WINDOW, Family, tiny_model
 from verifiers.page import PAGE, page
 
-PROMPTS = [random_document(length, 1, length).input_ids for length in (5, 21, 40)]
+PROMPTS = [random_example(length, 1, length).input_ids for length in (5, 21, 40)]
 SAMPLING = SamplingSettings(max_new_tokens=24, ignore_eos=True)
 NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 
@@ -54,7 +54,7 @@ def test_a_family_is_right(family: Family, tmp_path: Path) -> None:
     verifier, own = load_verifier(folder, torch.float32, "cpu"), eager(folder)
     assert verifier.identity.matrices_digest is not None
     assert read_identity(folder)[0] == verifier.identity
-    tokens = torch.stack([torch.tensor(random_document(100, 1, seed).input_ids) for seed in (1, 2)])
+    tokens = torch.stack([torch.tensor(random_example(100, 1, seed).input_ids) for seed in (1, 2)])
     assert tokens.shape[1] > 2 * WINDOW
     with torch.no_grad():
         outputs = own(tokens, use_cache=False, output_hidden_states=True)
@@ -72,7 +72,7 @@ def test_a_family_is_right(family: Family, tmp_path: Path) -> None:
     trainer = trained(verifier, tmp_path)
     drafted = DecodingEngine(verifier, trainer.draft, 3, SAMPLING).generate(PROMPTS, 3)
     assert [reply.tokens for reply in drafted] == [reply.tokens for reply in plain]
-    texts = [Document.of_reply(str(reply.index), reply.prompt, reply.tokens, "length") for reply in plain]
+    texts = [Example.of_reply(str(reply.index), reply.prompt, reply.tokens, "length") for reply in plain]
     outcomes = one_pass_acceptance(verifier, trainer.draft, texts, [3])
     assert [reply.rounds for reply in drafted] == [outcome.rounds[3] for outcome in outcomes]
 
@@ -96,7 +96,7 @@ def trained(verifier: Verifier, folder: Path) -> Trainer:
         dtype="float32", data_path=folder, save_path=folder / "draft", logger="none", epochs=1.0, total_seq_len=80,
         max_anchors=8, block_size=4, mask_token_id=MASK, num_layers=1, num_taps=2,
     )  # fmt: skip
-    trainer = Trainer.fresh(TrainingPlan(settings, verifier, [random_document(24 + i % 5, 6, i) for i in range(4)]))
+    trainer = Trainer.fresh(TrainingPlan(settings, verifier, [random_example(24 + i % 5, 6, i) for i in range(4)]))
     loss, _ = trainer._update(0, 1.0)
     assert loss > 0
     return trainer

@@ -22,7 +22,7 @@ from blockdraft.errors import InputError
 from blockdraft.files import read_json, read_json_object, replacing, write_json, writing
 from blockdraft.models.block_draft import BlockDraft
 from blockdraft.models.fusion import ProjectedFusion
-from blockdraft.models.vocabulary import DraftVocabulary, map_hash
+from blockdraft.models.vocabulary import DraftVocabulary, map_digest
 from blockdraft.runtime import dtype_name
 from blockdraft.typed import checked
 from blockdraft.verifiers.base import Verifier
@@ -143,21 +143,21 @@ def load_draft(folder: Path, verifier: Verifier, dtype: torch.dtype) -> tuple[Bl
     """Load a draft for a verifier, which must be the one it was trained for.
 
     Raises:
-        InputError: another verifier, or whatever `read_checkpoint` refuses.
+        InputError: another verifier, or whatever `read_checkpoint` rejects.
     """
     found = read_checkpoint(folder)
     found.contract.require_verifier(verifier.identity, verifier.logit_softcap)
     draft = BlockDraft(found.contract.draft)
     draft.load_state_dict({name: found.tensors[FILE_NAMES.get(name, name)] for name in draft.state_dict()})
     draft.to(device=verifier.device, dtype=dtype).requires_grad_(False).eval()
-    draft.borrow(verifier.embed, verifier.head_VE)
+    draft.share(verifier.embed, verifier.head_VE)
     if draft.config.reduced:  # the file's own rows of the head, as a server will use them
         draft.head_VE = found.tensors[HEAD].to(device=verifier.device, dtype=verifier.dtype)
     return draft, found.contract
 
 
 def _require_tensors(config: DraftConfig, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Refuse tensors that are missing, unknown or of another shape than the config makes them."""
+    """Reject tensors that are missing, unknown or of another shape than the config makes them."""
     with torch.device("meta"):
         shapes = {FILE_NAMES.get(name, name): list(t.shape) for name, t in BlockDraft(config).state_dict().items()}
     if config.reduced:
@@ -181,7 +181,7 @@ def _require_map(contract: Contract, tensors: Mapping[str, Tensor], path: Path) 
     vocabulary.load_state_dict({"d2t": tensors["d2t"], "t2d": tensors["t2d"]})
     if not vocabulary.consistent:
         raise InputError("checkpoint tensors d2t and t2d", path, "state two different vocabulary maps")
-    found = map_hash(vocabulary.ids, config.vocab_size)
+    found = map_digest(vocabulary.ids, config.vocab_size)
     if found != contract.vocab_map_hash:
         raise InputError(
             "checkpoint vocabulary map", found, f"the contract says {contract.vocab_map_hash}; d2t is another draft's"

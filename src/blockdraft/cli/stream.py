@@ -39,7 +39,7 @@ def generate(settings: GenerateSettings, as_json: bool) -> dict[str, Any]:
 
 
 def pieces(tokenizer: Any, reply: Reply, start: int) -> list[tuple[str, bool]]:
-    """Text of the tokens from `start` on, in runs of drafted and not drafted tokens.
+    """Text of the tokens from `start` on, in runs of proposed and other tokens.
 
     A run is decoded as the difference of two longer decodings, since a token alone may be half a character.
     """

@@ -47,7 +47,7 @@ def show_training(result: dict[str, Any]) -> None:
             _fields({"steps": result["steps"], **result["settings"]}, "Settings of the run (nothing trained)")
         )
         return
-    history = Table(title="Exact acceptance on the validation documents", title_justify="left")
+    history = Table(title="Exact acceptance on the validation set", title_justify="left")
     for name in ("step", "acceptance length", "acceptance rate"):
         history.add_column(name, justify="right")
     for entry in result["history"]:
@@ -63,9 +63,9 @@ def show_prepared(result: dict[str, Any], console: Console | None = None) -> Non
         for text in result["preview"]:
             _show_text(console, text)
         return
-    table = Table(title=f"{result['documents']:,} texts in {result['folder']}", title_justify="left")
+    table = Table(title=f"{result['documents']:,} examples in {result['folder']}", title_justify="left")
     table.add_column("source")
-    for name in ("read", "kept", "texts", "learned tokens", "of all", "cut short"):
+    for name in ("read", "kept", "examples", "supervised tokens", "of all", "cut short"):
         table.add_column(name, justify="right")
     table.add_column("left out")
     for name, counts in result["sources"].items():
@@ -85,7 +85,7 @@ def show_prepared(result: dict[str, Any], console: Console | None = None) -> Non
     console.print(f"{result['train']:,} to train on, {result['validation']:,} to validate")
     shares = [f"the {int(size):,} most frequent are {share:.2%}" for size, share in result["draft_vocabulary"].items()]
     if result["distinct_tokens"]:
-        console.print("; ".join([f"{result['distinct_tokens']:,} distinct learned tokens", *shares]))
+        console.print("; ".join([f"{result['distinct_tokens']:,} distinct supervised tokens", *shares]))
 
 
 def _cut_short(counts: dict[str, Any]) -> int:
@@ -99,9 +99,11 @@ def _show_text(console: Console, text: dict[str, Any]) -> None:
     if text["reads"] is not None:
         body.append(text["reads"], style="cyan")
         body.append("\n\n")
-    for piece, learned in text["pieces"]:
-        body.append(piece, style="bold green" if learned else "dim")
-    console.print(Panel(body, title=f"{text['source']}, {text['tokens']} tokens; green is learned", title_align="left"))
+    for piece, supervised in text["pieces"]:
+        body.append(piece, style="bold green" if supervised else "dim")
+    console.print(
+        Panel(body, title=f"{text['source']}, {text['tokens']} tokens; green = supervised", title_align="left")
+    )
 
 
 def show_evaluation(result: dict[str, Any]) -> None:
@@ -131,7 +133,7 @@ def _proof_rows(proof: dict[str, Any], prompts: int) -> dict[str, Any]:
         "tokens/s without": f"{proof['plain_tokens_per_second']:.1f}",
         "ratio": f"{proof['speedup']:.2f}",
         "token-identical": f"{proof['identical']} of {prompts}",
-        "near-ties / faults": f"{proof['ties']} / {proof['faults']}",
+        "near-ties / mismatches": f"{proof['ties']} / {proof['mismatches']}",
         "rounds equal one-pass": f"{proof['same_rounds_as_one_pass']} of {prompts}",
     }
 
@@ -169,13 +171,13 @@ def show_parity(result: dict[str, Any]) -> None:
             table.add_row(k, engine, *cells, f"{found['acceptance_length'][engine]:.3f}")
     console.print(table)
     _failures(console, result)
-    verdict = "what is served is what was trained" if not result["faults"] else f"{result['faults']} faults"
+    verdict = "what is served is what was trained" if not result["mismatches"] else f"{result['mismatches']} mismatches"
     console.print(f"{verdict}; {result['machine']}")
 
 
 def _verdict(counts: dict[str, int]) -> str:
-    if counts["faults"]:
-        return f"[bold red]{counts['faults']} faults[/bold red]"
+    if counts["mismatches"]:
+        return f"[bold red]{counts['mismatches']} mismatches[/bold red]"
     return f"{counts['ties']} near-ties" if counts["ties"] else "[green]equal[/green]"
 
 
@@ -203,7 +205,7 @@ def show_quickstart(result: dict[str, Any]) -> None:
     if result["dtype"] != "float32":
         table.add_row(
             f"{result['dtype']} replies",
-            f"{served['identical']} identical, {served['ties']} differ first at a near-tie, {served['faults']} faults",
+            f"{served['identical']} identical, {served['ties']} differ first at a near-tie, {served['mismatches']} mismatches",
         )
     table.add_row("machine", result["machine"])
     table.add_row("verifier", result["verifier_folder"])

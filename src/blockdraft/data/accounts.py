@@ -18,14 +18,14 @@ from blockdraft.data.vocabulary import COVERAGE_SIZES, choose_vocabulary, covera
 class SourceCounts:
     """Counts over the texts of one source."""
 
-    documents: int = 0
+    examples: int = 0
     tokens: Counter[str] = field(default_factory=Counter)
     finish: Counter[str] = field(default_factory=Counter)
     sides: Counter[str] = field(default_factory=Counter)
 
     def add(self, row: dict[str, Any], train_ratio: float) -> None:
         """Count a row of the table."""
-        self.documents += 1
+        self.examples += 1
         self.tokens["source"] += len(row["source_ids"] or [])
         self.tokens["text"] += len(row["input_ids"])
         self.tokens["learned"] += sum(row["targets"][1::2]) - sum(row["targets"][::2])
@@ -35,7 +35,7 @@ class SourceCounts:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         return {
-            "documents": self.documents,
+            "documents": self.examples,
             "tokens": {name: self.tokens[name] for name in ("source", "text", "learned")},
             "finish": dict(sorted(self.finish.items())),
             "train": self.sides["train"],
@@ -44,7 +44,7 @@ class SourceCounts:
 
 
 class Accounts:
-    """Counts of every source and how often each token is learned."""
+    """Counts of every source and how often each token is supervised."""
 
     def __init__(self, sources: Iterable[str], train_ratio: float) -> None:
         self._train_ratio = train_ratio
@@ -70,13 +70,13 @@ class Accounts:
         return self._sources[source].to_dict()
 
     def totals(self) -> dict[str, Any]:
-        """Texts on each side, and what share of the learned tokens the most frequent ones are."""
+        """Texts on each side, and what share of the supervised tokens the most frequent ones are."""
         every = self._sources.values()
         counts = torch.from_numpy(self._frequencies)
         distinct = int((counts > 0).sum())
         sizes = [size for size in COVERAGE_SIZES if size < distinct]
         return {
-            "documents": sum(counts.documents for counts in every),
+            "documents": sum(counts.examples for counts in every),
             "train": sum(counts.sides["train"] for counts in every),
             "validation": sum(counts.sides["validation"] for counts in every),
             "distinct_tokens": distinct,

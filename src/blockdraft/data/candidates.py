@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from blockdraft.data.conversations import Conversation, RowError, content_hash, questions, request
+from blockdraft.data.conversations import Conversation, RowError, content_digest, questions, request
 from blockdraft.data.converters import Tokens, convert
 from blockdraft.data.mixture import Hashes
 from blockdraft.data.readers import read_rows
@@ -54,8 +54,8 @@ class Candidates:
     Attributes:
         path: Arrow file with line, id and content of each.
         read: rows that the source has, usable or not.
-        contents: hash of each row's content, 32 hex digits.
-        keys: hash of what each row asks.
+        contents: digest of each row's content, 32 hex digits.
+        keys: digest of what each row asks.
         kept: indices that are neither duplicates nor excluded, in the source's order.
         dropped: other rows, by reason.
     """
@@ -77,7 +77,7 @@ def collect(
     Args:
         path: where usable rows are put.
         rewrite: replies will be written by the verifier; those in the rows do not count.
-        excluded: hashes of questions that must not be taken.
+        excluded: digests of questions that must not be taken.
         advance: told how many rows were read.
     """
     read, contents, keys, allowed = 0, Hashes(), Hashes(), bytearray()
@@ -136,11 +136,16 @@ def _require_new(identity: str, seen: set[int]) -> None:
 
 
 def _facts(item: Conversation | Tokens) -> tuple[dict[str, str | None], str, str, frozenset[str]]:
-    """What is stored of a row; the hashes of its content and of what it asks; the hashes of its questions."""
+    """What is stored of a row; the digests of its content and of what it asks; the digests of its questions."""
     if isinstance(item, Tokens):
         text = json.dumps(asdict(item) | {"id": None})
         asked = item.source_ids or item.input_ids[: item.targets[0][0]]
-        return {"conversation": None, "tokens": text}, content_hash(text), content_hash(asked), frozenset()
+        return {"conversation": None, "tokens": text}, content_digest(text), content_digest(asked), frozenset()
     text = item.to_json()
-    asked_for = frozenset(content_hash(question) for question in questions(item.messages))
-    return {"conversation": text, "tokens": None}, content_hash(text), content_hash(request(item.messages)), asked_for
+    asked_for = frozenset(content_digest(question) for question in questions(item.messages))
+    return (
+        {"conversation": text, "tokens": None},
+        content_digest(text),
+        content_digest(request(item.messages)),
+        asked_for,
+    )

@@ -198,6 +198,6 @@ def questions(messages: Messages) -> set[str]:
     return found
 
 
-def content_hash(value: Any) -> str:
+def content_digest(value: Any) -> str:
     """32 hex digits of SHA-256 over JSON-ready content."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:32]

@@ -24,7 +24,7 @@ class Encoder:
     Attributes:
         max_source: longest source, of verifiers with an encoder.
         max_length: longest text.
-        drop_overlong: refuse what is longer, instead of cutting it.
+        drop_overlong: reject what is longer, instead of cutting it.
         requests_only: replies are still to be written.
         image_ids: tokens that stand for images, of which there are none.
     """
@@ -81,7 +81,7 @@ class Encoder:
 
     def _rows(self, row: int, result: Result | RowError) -> list[dict[str, Any]]:
         if isinstance(result, RowError):
-            return [_refused(row, result)]
+            return [_rejected(row, result)]
         rows = []
         try:
             for number, text in enumerate(result.texts):
@@ -100,11 +100,11 @@ class Encoder:
                     }
                 )  # fmt: skip
         except RowError as error:
-            return [_refused(row, error)]
+            return [_rejected(row, error)]
         return rows
 
 
-def _refused(row: int, error: RowError) -> dict[str, Any]:
+def _rejected(row: int, error: RowError) -> dict[str, Any]:
     return {
         "row": row, "reason": error.reason, "detail": error.detail, "source_ids": None, "input_ids": [],
         "targets": [], "finish": "", "cut_source": 0, "cut": 0, "hidden": 0,

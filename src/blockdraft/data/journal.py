@@ -14,7 +14,7 @@ from blockdraft.files import writing
 
 # With a write-ahead log, a commit is one flush. Exclusive locking needs no shared memory, which network disks lack.
 _PRAGMAS = ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL")
-_TABLE = "replies (id TEXT, turn INTEGER, tokens TEXT, refused TEXT, PRIMARY KEY (id, turn)) WITHOUT ROWID"
+_TABLE = "replies (id TEXT, turn INTEGER, tokens TEXT, rejected TEXT, PRIMARY KEY (id, turn)) WITHOUT ROWID"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +25,13 @@ class Written:
         id: of the conversation.
         turn: index of the reply among its turns.
         tokens: token ids, the token that ends the turn included if it came.
-        refused: why there is no reply, in the words of whoever refused; the conversation is left out.
+        rejected: why there is no reply, in the words of whoever rejected; the conversation is left out.
     """
 
     id: str
     turn: int
     tokens: list[int]
-    refused: str | None = None
+    rejected: str | None = None
 
 
 class Journal:
@@ -77,7 +77,7 @@ class Journal:
     def get(self, id: str, turn: int) -> Written | None:
         """The reply, if it was written."""
         with self._guarded():
-            found = self._database.execute("SELECT tokens, refused FROM replies WHERE id = ? AND turn = ?", (id, turn))
+            found = self._database.execute("SELECT tokens, rejected FROM replies WHERE id = ? AND turn = ?", (id, turn))
             row = found.fetchone()
             return None if row is None else Written(id, turn, json.loads(row[0]), row[1])
 
@@ -87,7 +87,7 @@ class Journal:
 
     def add(self, replies: Iterable[Written]) -> None:
         """Keep replies; when this returns they are on disk."""
-        rows = [(reply.id, reply.turn, json.dumps(reply.tokens), reply.refused) for reply in replies]
+        rows = [(reply.id, reply.turn, json.dumps(reply.tokens), reply.rejected) for reply in replies]
         with self._guarded(), self._database:
             self._database.executemany("INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?)", rows)
 

@@ -1,6 +1,6 @@
 """Which rows are taken: no duplicates, nothing of an evaluation file, exact counts, an order that follows the seed.
 
-Rows are known by hashes; their order is that of a hash of seed and content, not of their place in a file. So the same
+Rows are known by digests; their order is that of a digest of seed and content, not of their place in a file. So the same
 rows come out wherever they stand, and rows that are added leave the others on their side of the split.
 """
 
@@ -45,7 +45,7 @@ class Hashes(Sequence[str]):
 
 
 def place(key: str) -> float:
-    """Where a text stands between 0 and 1, by the hash of what it asks: under the share of training it trains.
+    """Where a text stands between 0 and 1, by the digest of what it asks: under the share of training it trains.
 
     Equal questions stand at the same place, and texts that are added move no other.
     """

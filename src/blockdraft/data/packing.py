@@ -1,4 +1,4 @@
-"""Packing documents into rows, and a row's tensors."""
+"""Packing examples into rows, and a row's tensors."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blockdraft.records import Document
+from blockdraft.records import Example
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    """Documents end to end.
+    """Examples end to end.
 
     Attributes:
         tokens: int64 [T].
-        positions: position within the own document, int64 [T].
-        loss_mask: True on learned tokens, bool [T].
-        lengths: tokens of each document, int64.
+        positions: position within the own example, int64 [T].
+        loss_mask: True on supervised tokens, bool [T].
+        lengths: tokens of each example, int64.
     """
 
     tokens: Tensor
@@ -29,22 +29,22 @@ class PackedRow:
     lengths: Tensor
 
 
-def pack_row(documents: Sequence[Document]) -> PackedRow:
-    """Lay documents end to end; positions restart at each."""
-    lengths = torch.tensor([len(document.input_ids) for document in documents])
-    tokens = torch.tensor([token for document in documents for token in document.input_ids])
+def pack_row(examples: Sequence[Example]) -> PackedRow:
+    """Lay examples end to end; positions restart at each."""
+    lengths = torch.tensor([len(example.input_ids) for example in examples])
+    tokens = torch.tensor([token for example in examples for token in example.input_ids])
     positions = torch.cat([torch.arange(int(length)) for length in lengths])
     loss_mask = torch.zeros(len(tokens), dtype=torch.bool)
-    for offset, document in zip((lengths.cumsum(0) - lengths).tolist(), documents, strict=True):
-        for start, end in document.targets:
+    for offset, example in zip((lengths.cumsum(0) - lengths).tolist(), examples, strict=True):
+        for start, end in example.targets:
             loss_mask[offset + start : offset + end] = True
     return PackedRow(tokens, positions, loss_mask, lengths)
 
 
 def packed_order(lengths: Sequence[int], total_seq_len: int, seed: int, epoch: int) -> list[list[int]]:
-    """Rows of document indices for one epoch: shuffled by seed and epoch, filled first-fit up to `total_seq_len`.
+    """Rows of example indices for one epoch: shuffled by seed and epoch, filled first-fit up to `total_seq_len`.
 
-    The order depends on nothing else, so that a resumed run finds the same rows. A document longer than a row gets
+    The order depends on nothing else, so that a resumed run finds the same rows. An example longer than a row gets
     a row to itself.
     """
     order = list(range(len(lengths)))

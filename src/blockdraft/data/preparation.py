@@ -1,6 +1,6 @@
 """The work of `blockdraft prepare`: read, draw, encode, write.
 
-Every source is read once and its usable rows are put on disk; which of them are taken follows from hashes; those are
+Every source is read once and its usable rows are put on disk; which of them are taken follows from digests; those are
 encoded in several processes, and more where some turn out unusable, until every count is met.
 """
 
@@ -25,8 +25,8 @@ from blockdraft.data.encoding import FEATURES, Encoder
 from blockdraft.data.mixture import first_occurrences, ranks, wanted_counts
 from blockdraft.data.sources import Source
 from blockdraft.data.table import REJECTS, TABLE, write_rows
+from blockdraft.digests import digest_of, file_digest
 from blockdraft.errors import InputError
-from blockdraft.fingerprint import file_hash, fingerprint
 from blockdraft.progress import progress
 from blockdraft.settings import PrepareSettings
 
@@ -177,12 +177,12 @@ class Preparation:
         part = self._map(stored.select(rows), f"{taken.candidates.path.stem}-{len(taken.parts)}")
         number = len(taken.parts)
         taken.parts.append(part)
-        refused = np.array([reason is not None for reason in part["reason"]], dtype=bool)
+        rejected = np.array([reason is not None for reason in part["reason"]], dtype=bool)
         lines = stored.with_format("arrow")
-        for bad in _fetched(part, np.flatnonzero(refused).tolist()):
+        for bad in _fetched(part, np.flatnonzero(rejected).tolist()):
             line = lines[int(rows[bad["row"]])]["line"][0].as_py()
             self.rejects.add(taken.candidates.source, line, RowError(bad["reason"], bad["detail"]))
-        texts = np.flatnonzero(~refused)
+        texts = np.flatnonzero(~rejected)
         own, first, count = np.unique(np.asarray(part["row"])[texts], return_index=True, return_counts=True)
         fresh = np.stack([rows[own], np.full(len(own), number), texts[first], count], axis=1)
         taken.where = np.concatenate([taken.where, fresh])
@@ -210,7 +210,7 @@ class Preparation:
                 features=features,
                 cache_file_name=str(self.scratch / f"{name}.texts.arrow"),
                 load_from_cache_file=False,
-                new_fingerprint=fingerprint(name),
+                new_fingerprint=digest_of(name),
             )
 
     def _write(self, taken: list[_Taken]) -> dict[str, Any]:
@@ -239,7 +239,7 @@ class Preparation:
                 for each in taken
             },
             **accounts.totals(),
-            "digest": file_hash(self.folder / TABLE, TABLE),
+            "digest": file_digest(self.folder / TABLE, TABLE),
         }
 
     def _final_rows(

@@ -66,7 +66,7 @@ def pinned(source: Source) -> Source:
 
 
 def source_digest(source: Source) -> str:
-    """What the source's content is known by: a hash of its files, or for hub ids and builtins of what they are."""
+    """What the source's content is known by: a digest of its files, or for hub ids and builtins of what they are."""
     path = Path(source.location)
     files = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
     if not path.exists():

@@ -46,10 +46,10 @@ def next_request(
 
     Args:
         conversation: with its earlier replies written.
-        max_source: where an encoder's source is cut: what is answered is what will be learned with the answer.
+        max_source: where an encoder's source is cut: what is answered is what will be supervised with the answer.
 
     Raises:
-        RowError: the template refuses it.
+        RowError: the template rejects it.
     """
     turns = reply_turns(conversation.messages)
     if number >= len(turns):

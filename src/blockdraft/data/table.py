@@ -20,7 +20,7 @@ from blockdraft.data.record import TABLE as TABLE
 from blockdraft.errors import InputError
 from blockdraft.files import writing
 from blockdraft.progress import LOGGER
-from blockdraft.records import Document, Span
+from blockdraft.records import Example, Span
 
 _IDS = pa.list_(pa.int32())
 SCHEMA = pa.schema(
@@ -28,7 +28,7 @@ SCHEMA = pa.schema(
         pa.field("id", pa.string(), nullable=False),  # source:row
         pa.field("part", pa.int32(), nullable=False),  # 0, 1, ... where a conversation makes several texts
         pa.field("source", pa.string(), nullable=False),
-        pa.field("key", pa.string(), nullable=False),  # hash of what is asked
+        pa.field("key", pa.string(), nullable=False),  # digest of what is asked
         pa.field("conversation", pa.string()),  # JSON, with the first text of a conversation; none of ready tokens
         pa.field("source_ids", _IDS),  # where the verifier has an encoder
         pa.field("input_ids", _IDS, nullable=False),
@@ -56,8 +56,8 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
         writer.write_table(pa.Table.from_pylist(batch, SCHEMA))
 
 
-class Documents(Sequence[Document]):
-    """Documents of a data folder, each made when it is asked for: token ids stay in Arrow's buffers."""
+class Examples(Sequence[Example]):
+    """Examples of a data folder, each made when it is asked for: token ids stay in Arrow's buffers."""
 
     def __init__(self, table: pa.Table, indices: np.ndarray | None = None) -> None:
         self._table = table.combine_chunks()
@@ -68,16 +68,16 @@ class Documents(Sequence[Document]):
         return len(self._indices)
 
     @overload
-    def __getitem__(self, index: int) -> Document: ...
+    def __getitem__(self, index: int) -> Example: ...
     @overload
-    def __getitem__(self, index: slice) -> Documents: ...
-    def __getitem__(self, index: int | slice) -> Document | Documents:
+    def __getitem__(self, index: slice) -> Examples: ...
+    def __getitem__(self, index: int | slice) -> Example | Examples:
         if isinstance(index, slice):
             return self.select(range(len(self))[index])
         row = int(self._indices[index])
         bounds = self._columns["targets"].get(row) or []
         part = self._table["part"][row].as_py()
-        return Document(
+        return Example(
             self._table["id"][row].as_py() + (f"#{part}" if part else ""),
             self._columns["input_ids"].get(row) or [],
             tuple(zip(bounds[::2], bounds[1::2], strict=True)),
@@ -86,16 +86,16 @@ class Documents(Sequence[Document]):
             self._table["key"][row].as_py(),
         )
 
-    def select(self, indices: Sequence[int]) -> Documents:
-        """Some of the documents, in this order."""
-        return Documents(self._table, self._indices[np.asarray(indices, dtype=np.int64)])
+    def select(self, indices: Sequence[int]) -> Examples:
+        """Some of the examples, in this order."""
+        return Examples(self._table, self._indices[np.asarray(indices, dtype=np.int64)])
 
-    def joined(self, others: Documents) -> Documents:
+    def joined(self, others: Examples) -> Examples:
         """These, and then others of the same table."""
-        return Documents(self._table, np.concatenate([self._indices, others._indices]))
+        return Examples(self._table, np.concatenate([self._indices, others._indices]))
 
     def column(self, name: str) -> list[Any]:
-        """One column of all documents."""
+        """One column of all examples."""
         return self._table[name].take(pa.array(self._indices)).to_pylist()
 
 
@@ -134,15 +134,15 @@ def read_table(folder: Path, field: str) -> pa.Table:
     return table
 
 
-def read_documents(folder: Path, field: str) -> Documents:
-    """The documents of a data folder.
+def read_examples(folder: Path, field: str) -> Examples:
+    """The examples of a data folder.
 
     Raises:
         InputError: there are none, or their replies are still to be written.
     """
-    documents = Documents(read_table(folder, field))
-    if not len(documents):
-        raise InputError(field, folder, "no documents in it")
-    if not all(documents.column("targets")):
+    examples = Examples(read_table(folder, field))
+    if not len(examples):
+        raise InputError(field, folder, "no examples in it")
+    if not all(examples.column("targets")):
         raise InputError(field, folder, "its replies are still to be written; run blockdraft regenerate on it")
-    return documents
+    return examples

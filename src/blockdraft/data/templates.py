@@ -69,7 +69,7 @@ class ChatTemplate:
         mode: what the template is told; its tools are for conversations that name none of their own.
         rewritten_history: what becomes of a conversation whose earlier replies the template changes when later turns
             follow, as templates do that drop thoughts: "last" learns the last reply only, "split" makes a text of each
-            reply, "reject" refuses the row.
+            reply, "reject" rejects the row.
     """
 
     tokenizer: Any
@@ -103,7 +103,7 @@ class ChatTemplate:
             opening: end with the opening of a reply.
 
         Raises:
-            RowError: the template refuses them, or there is no template and they are more than one question.
+            RowError: the template rejects them, or there is no template and they are more than one question.
         """
         if not self.has_template:
             if len(messages) != 1:
@@ -193,8 +193,8 @@ class ChatTemplate:
             if not turns:
                 raise RowError("no reply to learn")
             if self.start_id is not None or not self.has_template:
-                unseen = sum(_has_reasoning(conversation.messages[turn]) for turn in turns)
-                return _Plan([self._pair(conversation, turn) for turn in turns], no_reasoning=unseen)
+                lost = sum(_has_reasoning(conversation.messages[turn]) for turn in turns)
+                return _Plan([self._pair(conversation, turn) for turn in turns], no_reasoning=lost)
             return self._continued(conversation, turns)
         except RowError as error:
             return error
@@ -209,7 +209,7 @@ class ChatTemplate:
         messages, tools = conversation.messages, conversation.tools
         whole = self.render(messages[: turns[-1] + 1], tools)
         spans = []
-        unseen = 0
+        lost = 0
         for turn in turns:
             prompt = self.render(messages[:turn], tools, opening=True)
             answered = whole if turn == turns[-1] else self.render(messages[: turn + 1], tools)
@@ -217,16 +217,16 @@ class ChatTemplate:
                 raise RowError("the template does not continue its prompt")
             written = answered[len(prompt) :]
             _require_calls(messages[turn], written)
-            unseen += _has_reasoning(messages[turn]) and messages[turn]["reasoning_content"].strip() not in written
+            lost += _has_reasoning(messages[turn]) and messages[turn]["reasoning_content"].strip() not in written
             spans.append((prompt + _no_thought(written, messages[turn]), answered))
         if all(whole.startswith(answered) for _, answered in spans):
             marks = tuple((len(prompt), len(answered)) for prompt, answered in spans)
-            return _Plan([_Text(whole, marks)], no_reasoning=unseen)
+            return _Plan([_Text(whole, marks)], no_reasoning=lost)
         if self.rewritten_history == "reject":
             raise RowError("the template rewrites history")
         kept = spans if self.rewritten_history == "split" else spans[-1:]
         texts = [_Text(answered, ((len(prompt), len(answered)),)) for prompt, answered in kept]
-        return _Plan(texts, len(spans) - len(kept), unseen)
+        return _Plan(texts, len(spans) - len(kept), lost)
 
     def _tokenise(self, texts: list[_Text]) -> list[Encoded | RowError]:
         if not texts:

@@ -7,24 +7,24 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from blockdraft.records import Document
+from blockdraft.records import Example
 
 COVERAGE_SIZES = (8_000, 16_000, 32_000, 64_000, 128_000)  # of reduced vocabularies, as they are usually chosen
 
 
-def token_counts(documents: Iterable[Document], vocab_size: int) -> Tensor:
-    """How often each token is learned (part of a target), int64 [V]."""
+def token_counts(examples: Iterable[Example], vocab_size: int) -> Tensor:
+    """How often each token is supervised (part of a target), int64 [V]."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for document in documents:
-        counts += torch.bincount(torch.tensor(document.learned), minlength=vocab_size)
+    for example in examples:
+        counts += torch.bincount(torch.tensor(example.supervised), minlength=vocab_size)
     return counts
 
 
-def occurring_tokens(documents: Iterable[Document]) -> set[int]:
-    """Every token that stands anywhere in the documents."""
+def occurring_tokens(examples: Iterable[Example]) -> set[int]:
+    """Every token that stands anywhere in the examples."""
     seen: set[int] = set()
-    for document in documents:
-        seen.update(document.input_ids)
+    for example in examples:
+        seen.update(example.input_ids)
     return seen
 
 

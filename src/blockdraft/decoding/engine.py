@@ -21,7 +21,7 @@ from blockdraft.ops.acceptance import Round, accept_sampled, accepted_prefix
 from blockdraft.ops.prefix import shared_prefix
 from blockdraft.ops.ragged_kv import RaggedKV
 from blockdraft.ops.sampling import sampling_probs
-from blockdraft.records import Document
+from blockdraft.records import Example
 from blockdraft.settings import SamplingSettings
 from blockdraft.verifiers.base import Verifier, VerifierCache
 
@@ -49,9 +49,9 @@ class Reply:
     source: list[int] | None = None
     _window: StopWindow = field(default_factory=StopWindow, repr=False, compare=False)
 
-    def document(self, name: str) -> Document:
-        """The text so far as a document."""
-        return Document.of_reply(name, self.prompt, self.tokens, self.finish or "length", source_ids=self.source)
+    def example(self, name: str) -> Example:
+        """The text so far as an example."""
+        return Example.of_reply(name, self.prompt, self.tokens, self.finish or "length", source_ids=self.source)
 
     def take(self, proposed: Sequence[int] | None, agreed: int, bonus: int, stops: StopRules) -> None:
         """Append the proposed tokens that the verifier agreed with and its own, up to where the reply ends.
@@ -122,7 +122,7 @@ class DecodingEngine:
         self.k = k
         self.sampling = sampling
         self.confidence_threshold = confidence_threshold
-        self.tap_ids = self.draft.config.target_layer_ids if self.draft is not None else ()
+        self.target_layer_ids = self.draft.config.target_layer_ids if self.draft is not None else ()
         self.stops = StopRules(
             frozenset() if sampling.ignore_eos else verifier.stop_ids,
             sampling.stop,
@@ -195,7 +195,7 @@ class DecodingEngine:
 
     def _append(self, batch: _Batch, tokens_RW: Tensor, counts_R: Tensor) -> Tensor:
         """Run known tokens, commit the first `counts_R` of each row; returns final states [R, W, E]."""
-        states = self.verifier.extend(batch.verifier_cache, tokens_RW, self.tap_ids)
+        states = self.verifier.extend(batch.verifier_cache, tokens_RW, self.target_layer_ids)
         self._commit(batch, states.taps, counts_R)
         return states.final
 
@@ -219,13 +219,13 @@ class DecodingEngine:
     def _round(self, batch: _Batch) -> None:
         anchors_R = torch.tensor([reply.tokens[-1] for reply in batch.replies], device=self.verifier.device)
         proposal = self._propose(batch, anchors_R)
-        drafted_RK = anchors_R.new_empty(len(anchors_R), 0) if proposal is None else proposal.tokens
-        tokens_RX = torch.cat([anchors_R[:, None], drafted_RK], dim=1)
-        states = self.verifier.extend(batch.verifier_cache, tokens_RX, self.tap_ids)
+        proposed_RK = anchors_R.new_empty(len(anchors_R), 0) if proposal is None else proposal.tokens
+        tokens_RX = torch.cat([anchors_R[:, None], proposed_RK], dim=1)
+        states = self.verifier.extend(batch.verifier_cache, tokens_RX, self.target_layer_ids)
         logits_RXV = self.verifier.logits(states.final)
         if self.sampling.temperature == 0:
             wanted_RX = logits_RXV.argmax(dim=-1)
-            accepted_R = accepted_prefix(drafted_RK, wanted_RX[:, :-1])
+            accepted_R = accepted_prefix(proposed_RK, wanted_RX[:, :-1])
             if proposal is not None:
                 accepted_R = torch.minimum(accepted_R, proposal.lengths)
             bonus_R = wanted_RX.gather(1, accepted_R[:, None])[:, 0]
@@ -233,14 +233,14 @@ class DecodingEngine:
             accepted_R, bonus_R = torch.zeros_like(anchors_R), self._next(logits_RXV[:, 0])
         else:
             outcome = accept_sampled(
-                drafted_RK, self._draft_probs(proposal), self._probs(logits_RXV), self._generator, proposal.lengths
+                proposed_RK, self._draft_probs(proposal), self._probs(logits_RXV), self._generator, proposal.lengths
             )
             accepted_R, bonus_R = outcome.accepted, outcome.bonus
         self._commit(batch, states.taps, accepted_R + 1)
         blocks: list[list[int] | None] = [None] * len(anchors_R)
         if proposal is not None:
             lengths = proposal.lengths.tolist()
-            blocks = [drafted[:length] for drafted, length in zip(drafted_RK.tolist(), lengths, strict=True)]
+            blocks = [drafted[:length] for drafted, length in zip(proposed_RK.tolist(), lengths, strict=True)]
         for reply, block, agreed, bonus in zip(
             batch.replies, blocks, accepted_R.tolist(), bonus_R.tolist(), strict=True
         ):

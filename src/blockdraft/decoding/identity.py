@@ -18,7 +18,7 @@ from blockdraft.decoding.engine import Reply
 from blockdraft.verifiers.base import Verifier
 
 TIE_CEILING = 1.0
-"""No gap of float32 logits above this is a tie, whatever noise was measured. Neighbouring bfloat16 numbers from 16 to
+"""No gap of float32 logits above this is a tie, whatever noise was measured. Neighboring bfloat16 numbers from 16 to
 32 are 0.125 apart, and the hidden states behind such logits have been rounded in every layer."""
 NOISE_GROUP = 16  # replies whose states are made together
 

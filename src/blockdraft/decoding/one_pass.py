@@ -1,7 +1,7 @@
 """One-pass exact acceptance: the rounds that greedy decoding would take, without decoding.
 
 Greedy speculative decoding emits the verifier's own text whatever the draft says. So one verifier pass over that
-text, and one draft pass with every reply position as an anchor, give the drafted tokens of every round that could
+text, and one draft pass with every reply position as an anchor, give the proposed tokens of every round that could
 happen; walking from anchor to anchor gives those that do. A block attends within itself, so serving with K tokens
 needs a pass with its own number of slots: cutting a longer block gives other tokens.
 
@@ -22,17 +22,17 @@ from blockdraft.decoding.proposals import propose_all
 from blockdraft.models.block_draft import BlockDraft
 from blockdraft.ops.acceptance import Round, accepted_prefix, walk_rounds
 from blockdraft.ops.anchors import choose_anchors
-from blockdraft.records import Document
+from blockdraft.records import Example
 from blockdraft.verifiers.base import Verifier
 
 
 @dataclass(frozen=True, slots=True)
 class OnePass:
-    """Result for one document.
+    """Result for one example.
 
     Attributes:
         rounds: by K, the rounds that decoding the replies takes, one reply after the other.
-        disagreements: learned tokens that are not the verifier's argmax in this pass. 0 for its own greedy text in
+        disagreements: supervised tokens that are not the verifier's argmax in this pass. 0 for its own greedy text in
             float32; in bfloat16 a few near-ties; many in foreign text, for which acceptance means nothing.
     """
 
@@ -44,19 +44,19 @@ class OnePass:
 def one_pass_acceptance(
     verifier: Verifier,
     draft: BlockDraft,
-    documents: Sequence[Document],
+    examples: Sequence[Example],
     ks: Sequence[int],
     confidence_threshold: float = 0.0,
 ) -> list[OnePass]:
-    """Exact acceptance of each document's replies for every K of `ks`; the verifier runs once over all documents."""
+    """Exact acceptance of each example's replies for every K of `ks`; the verifier runs once over all examples."""
     results = []
-    sequences = [torch.tensor(document.input_ids, device=verifier.device) for document in documents]
-    sources = [document.source_ids for document in documents]
+    sequences = [torch.tensor(example.input_ids, device=verifier.device) for example in examples]
+    sources = [example.source_ids for example in examples]
     every_states = verifier.states(sequences, draft.config.target_layer_ids, sources)
-    for document, tokens, states in zip(documents, sequences, every_states, strict=True):
-        rounds = rounds_of_document(draft, document, states.taps, ks, confidence_threshold)
+    for example, tokens, states in zip(examples, sequences, every_states, strict=True):
+        rounds = rounds_of_example(draft, example, states.taps, ks, confidence_threshold)
         disagreements = 0
-        for start, end in document.targets:
+        for start, end in example.targets:
             argmax = verifier.greedy(states.final[start - 1 : end - 1])
             disagreements += int((argmax != tokens[start:end]).sum())
         results.append(OnePass(rounds, disagreements))
@@ -64,28 +64,28 @@ def one_pass_acceptance(
 
 
 @torch.inference_mode()
-def document_proposals(verifier: Verifier, draft: BlockDraft, document: Document, k: int) -> dict[int, list[int]]:
-    """What the draft proposes after every token of a document's replies but their last, by position, K = k."""
-    tokens = torch.tensor(document.input_ids, device=verifier.device)
-    taps = verifier.states([tokens], draft.config.target_layer_ids, [document.source_ids])[0].taps
-    blocks = _every_block(draft, document, taps, k, 0.0)
+def example_proposals(verifier: Verifier, draft: BlockDraft, example: Example, k: int) -> dict[int, list[int]]:
+    """What the draft proposes after every token of an example's replies but their last, by position, K = k."""
+    tokens = torch.tensor(example.input_ids, device=verifier.device)
+    taps = verifier.states([tokens], draft.config.target_layer_ids, [example.source_ids])[0].taps
+    blocks = _every_block(draft, example, taps, k, 0.0)
     return dict(zip(blocks.anchors, blocks.drafted, strict=True))
 
 
-def rounds_of_document(
+def rounds_of_example(
     draft: BlockDraft,
-    document: Document,
+    example: Example,
     taps_TLE: Tensor,
     ks: Sequence[int],
     confidence_threshold: float = 0.0,
 ) -> dict[int, list[Round]]:
-    """The rounds that decoding a document's replies takes for every K, given the verifier's taps at its positions."""
+    """The rounds that decoding an example's replies takes for every K, given the verifier's taps at its positions."""
     rounds: dict[int, list[Round]] = {}
     for k in ks:
-        every = _every_block(draft, document, taps_TLE, k, confidence_threshold)
+        every = _every_block(draft, example, taps_TLE, k, confidence_threshold)
         place = {anchor: index for index, anchor in enumerate(every.anchors)}
         rounds[k] = []
-        for start, end in document.targets:
+        for start, end in example.targets:
             if end - start > 1:
                 part = slice(place[start], place[end - 2] + 1)
                 rounds[k] += walk_rounds(every.accepted[part], every.drafted[part], start, end - 1)
@@ -108,9 +108,9 @@ class _EveryBlock:
 
 
 def _every_block(
-    draft: BlockDraft, document: Document, taps_TLE: Tensor, k: int, confidence_threshold: float
+    draft: BlockDraft, example: Example, taps_TLE: Tensor, k: int, confidence_threshold: float
 ) -> _EveryBlock:
-    row = pack_row([document])
+    row = pack_row([example])
     tokens, positions = row.tokens.to(taps_TLE.device), row.positions.to(taps_TLE.device)
     blocks = choose_anchors(row.loss_mask.to(tokens.device), row.lengths.to(tokens.device), max_anchors=0)
     if not len(blocks):

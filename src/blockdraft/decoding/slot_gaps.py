@@ -1,8 +1,8 @@
 """Is a proposed token of a half-precision draft another one because of rounding?
 
 As for text (`identity`): both tokens must lie near the best one in float32, within what rounding was measured to do to
-gaps of this draft's logits. One document has few slots, and an engine rounds in its own way: whoever compares takes the
-largest bound of all documents of a run.
+gaps of this draft's logits. One example has few slots, and an engine rounds in its own way: whoever compares takes the
+largest bound of all examples of a run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from blockdraft.decoding.identity import TIE_CEILING
 from blockdraft.models.block_draft import BlockDraft
 from blockdraft.ops.anchors import Blocks
-from blockdraft.records import Document
+from blockdraft.records import Example
 from blockdraft.verifiers.base import Verifier
 
 RIVALS = 4  # tokens of a slot whose gaps to the best are measured
@@ -33,7 +33,7 @@ class DraftAndVerifier(Protocol):
 
 
 class SlotGaps:
-    """Float32 gaps of the slots of one document's blocks.
+    """Float32 gaps of the slots of one example's blocks.
 
     Args:
         exact, rounded: the same draft and verifier in float32 and in the dtype that is served.
@@ -44,13 +44,13 @@ class SlotGaps:
         self,
         exact: DraftAndVerifier,
         rounded: DraftAndVerifier,
-        document: Document,
+        example: Example,
         proposals: Mapping[int, Sequence[int]],
     ) -> None:
         self.anchors = sorted(proposals)
         self._draft = exact.draft
         blocks = torch.tensor([list(proposals[anchor]) for anchor in self.anchors])
-        self.logits_NKV, found = (slot_logits(pair, document, self.anchors, blocks) for pair in (exact, rounded))
+        self.logits_NKV, found = (slot_logits(pair, example, self.anchors, blocks) for pair in (exact, rounded))
         if not self.anchors:
             self.bound = 0.0
             return
@@ -71,19 +71,19 @@ class SlotGaps:
 
 
 @torch.inference_mode()
-def slot_logits(pair: DraftAndVerifier, document: Document, anchors: Sequence[int], blocks_NK: Tensor) -> Tensor:
+def slot_logits(pair: DraftAndVerifier, example: Example, anchors: Sequence[int], blocks_NK: Tensor) -> Tensor:
     """float32 logits [N, K, Vd] of every slot, given the tokens proposed before it."""
     draft, verifier = pair.draft, pair.verifier
-    tokens = torch.tensor(document.input_ids, device=verifier.device)
+    tokens = torch.tensor(example.input_ids, device=verifier.device)
     if not anchors:
         return torch.empty(0, 0, 1)
     where = torch.tensor(list(anchors), device=tokens.device)
     blocks = Blocks(where, torch.zeros_like(where), torch.full_like(where, len(tokens)))
-    states = verifier.states([tokens], draft.config.target_layer_ids, [document.source_ids])[0]
+    states = verifier.states([tokens], draft.config.target_layer_ids, [example.source_ids])[0]
     taps = states.taps.to(draft.norm.weight.dtype)
-    num_proposed = blocks_NK.shape[1]
+    k = blocks_NK.shape[1]
     positions = torch.arange(len(tokens), device=tokens.device)
-    hidden = draft(taps, tokens, positions, blocks, draft.slots_for(num_proposed))
+    hidden = draft(taps, tokens, positions, blocks, draft.slots_for(k))
     hidden = draft.predicted(hidden)
     logits = draft.logits(hidden)
     if draft.sequential is not None:

@@ -20,7 +20,7 @@ from blockdraft.losses.pointwise import slot_losses
 from blockdraft.losses.targets import Distributions, SlotTargets, Teacher
 
 # Two sizes. A product with the head reads all of the head, whatever the number of rows:
-# it needs some hundred rows to come near the processor's rate. A softmax passes over its rows several times: it wants
+# it needs some hundred rows to come near the CPU's rate. A softmax passes over its rows several times: it wants
 # them in cache. So one buffer holds the logits of a chunk, and losses work their way through it in small steps.
 CHUNK_BYTES = 96 * 2**20
 CHUNK_SLOTS = (256, 512)  # at least and at most
@@ -217,7 +217,7 @@ def projected_slots(targets: SlotTargets, objective: Objective, with_overlap: bo
     Those with a loss; and where the overlap with the verifier's distribution is wanted, also those whose target a
     reduced vocabulary lacks: the verifier may still accept another token there.
     """
-    return targets.mask_NK if with_overlap and objective.needs_teacher else targets.learnable_NK
+    return targets.mask_NK if with_overlap and objective.needs_teacher else targets.in_vocabulary_NK
 
 
 def chunked_head_loss(

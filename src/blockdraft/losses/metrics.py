@@ -17,7 +17,7 @@ class BlockMetrics:
     Attributes:
         slots: supervised slots by position in the block, int64 [K].
         covered: those whose target the draft can say, int64 [K].
-        correct: slots whose likeliest token is the target, int64 [K].
+        correct: slots whose most likely token is the target, int64 [K].
         accepted: sum over blocks of the leading run of correct slots.
         blocks: blocks with at least one supervised slot.
         overlap, confidence_error: sums over slots of what the confidence head should say, and of how far off it is;
@@ -36,9 +36,13 @@ class BlockMetrics:
     def of(cls, predicted_NK: Tensor, targets: SlotTargets) -> BlockMetrics:
         """Count; a slot whose target the draft cannot say is wrong."""
         mask = targets.mask_NK
-        correct = (predicted_NK == targets.ids_NK) & targets.learnable_NK
+        correct = (predicted_NK == targets.ids_NK) & targets.in_vocabulary_NK
         return cls(
-            mask.sum(0), targets.learnable_NK.sum(0), correct.sum(0), correct.long().cumprod(1).sum(), mask.any(1).sum()
+            mask.sum(0),
+            targets.in_vocabulary_NK.sum(0),
+            correct.sum(0),
+            correct.long().cumprod(1).sum(),
+            mask.any(1).sum(),
         )
 
     def with_confidence(self, confidence_NK: Tensor, overlap_NK: Tensor, mask_NK: Tensor) -> BlockMetrics:

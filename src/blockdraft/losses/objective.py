@@ -1,6 +1,6 @@
 """The training objective: which losses, how slots are weighted, and the confidence term.
 
-One normalisation for every objective: the weighted sum of slot losses divided by the number of supervised slots of
+One normalization for every objective: the weighted sum of slot losses divided by the number of supervised slots of
 the whole step (not by the sum of weights, and not per chunk).
 """
 
@@ -97,8 +97,8 @@ class Objective:
             confidence_NK: the draft's probability of the verifier's token; 0 where it cannot say it.
         """
         if self.weighting == "dpace":
-            return dpace(confidence_NK, targets.mask_NK, self.dpace_alpha) * targets.learnable_NK
-        return exp_decay(targets.learnable_NK, self.gamma)
+            return dpace(confidence_NK, targets.mask_NK, self.dpace_alpha) * targets.in_vocabulary_NK
+        return exp_decay(targets.in_vocabulary_NK, self.gamma)
 
     def confidence_loss(self, logits_NK: Tensor, overlap_NK: Tensor, targets: SlotTargets) -> Tensor:
         """Binary cross entropy of the confidence head towards the overlap of draft and verifier (DSpark), a scalar.

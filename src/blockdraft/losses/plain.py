@@ -1,4 +1,4 @@
-"""The losses again, by whole logits and autograd: twins that tests and benchmarks hold the fast path against."""
+"""The losses again, by whole logits and autograd: reference implementations that tests and benchmarks hold the fast path against."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def plain_head_loss(
             if name != "ce":
                 losses = losses + weight * _DIVERGENCES[name](log_q, log_p)
         overlap = _accepted(log_q, log_p, targets.teacher)
-    learnable = targets.learnable_NK
-    losses = torch.where(learnable, losses, 0.0)
-    weights = objective.weights(torch.where(learnable, at_target.detach().exp(), 0.0), targets)
+    in_vocabulary = targets.in_vocabulary_NK
+    losses = torch.where(in_vocabulary, losses, 0.0)
+    weights = objective.weights(torch.where(in_vocabulary, at_target.detach().exp(), 0.0), targets)
     return LossAndMetrics(
         (weights * losses).sum() * targets.scale(),
         BlockMetrics.of(logits.argmax(dim=-1), targets),

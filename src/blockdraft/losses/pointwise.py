@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.losses.targets import Distributions
-from blockdraft.ops.argmax import likeliest
+from blockdraft.ops.argmax import fast_argmax
 
 LOSSES = ("ce", "kl", "rkl", "jsd", "tv", "nla", "lk_hybrid")
 SMALLEST_OVERLAP = 1e-5
@@ -40,7 +40,7 @@ class SlotLosses:
         values: [R].
         gradient: [R, V], not yet multiplied by slot weights.
         log_target: log q of the verifier's token, [R].
-        predicted: the likeliest draft id, [R].
+        predicted: the most likely draft id, [R].
         overlap: sum min(p, q), the chance that sampled verification accepts, [R]; None where nobody asked. p is over
             the verifier's whole vocabulary. With no teacher it is all on the verifier's token, and this is q of it.
     """
@@ -61,13 +61,13 @@ def slot_losses(
 ) -> SlotLosses:
     """Evaluate a weighted sum of losses. `logits_RV` (float32) is overwritten; its buffer may become the gradient."""
     rows = ids_R[:, None]
-    predicted = likeliest(logits_RV)
+    predicted = fast_argmax(logits_RV)
     at_target = logits_RV.gather(1, rows)
     largest = logits_RV.gather(1, predicted[:, None])
     cross = None  # p . z: gone once the buffer holds probabilities
     if verifier is not None and {"kl", "lk_hybrid"} & set(terms):
         cross = torch.linalg.vecdot(verifier.probs, logits_RV)[:, None]
-    # One fused pass, in place. The largest probability cannot vanish, so it gives the normaliser back.
+    # One fused pass, in place. The largest probability cannot vanish, so it gives the normalizer back.
     q = torch.softmax(logits_RV, dim=-1, out=logits_RV)
     log_sum = largest - q.gather(1, predicted[:, None]).log()
     log_target = at_target - log_sum

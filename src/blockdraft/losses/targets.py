@@ -85,7 +85,7 @@ class SlotTargets:
 
     Attributes:
         ids_NK: the verifier's own token as a draft id; anything where `learnable_NK` is False.
-        mask_NK: supervised slots. They count in metrics and in the normalisation.
+        mask_NK: supervised slots. They count in metrics and in the normalization.
         learnable_NK: supervised slots whose target the draft can say. A reduced vocabulary lacks some: such a slot has
             no loss, since nothing could make it right, and counts as wrong.
         teacher: the verifier's distributions, for objectives that need more than its token.
@@ -94,16 +94,16 @@ class SlotTargets:
 
     ids_NK: Tensor
     mask_NK: Tensor
-    learnable_NK: Tensor
+    in_vocabulary_NK: Tensor
     teacher: Teacher | None = None
     supervised: int | None = None
 
     def __getitem__(self, blocks: slice) -> SlotTargets:
         """The targets of some of the blocks, without a teacher."""
-        ids, mask, learnable = self.ids_NK[blocks], self.mask_NK[blocks], self.learnable_NK[blocks]
-        return SlotTargets(ids, mask, learnable, supervised=self.supervised)
+        ids, mask, in_vocabulary = self.ids_NK[blocks], self.mask_NK[blocks], self.in_vocabulary_NK[blocks]
+        return SlotTargets(ids, mask, in_vocabulary, supervised=self.supervised)
 
     def scale(self) -> Tensor:
-        """1 / supervised slots of the step: the one normalisation of every objective."""
+        """1 / supervised slots of the step: the one normalization of every objective."""
         own = self.mask_NK.sum()
         return 1 / (own if self.supervised is None else torch.full_like(own, self.supervised)).clamp_min(1)

@@ -32,7 +32,7 @@ from blockdraft.ops.ragged_kv import RaggedKV
 
 
 class BlockDraft(nn.Module):
-    """A draft model. Embedding table and output head are the verifier's own and are lent by `borrow`.
+    """A draft model. Embedding table and output head are the verifier's own and are shared by `share`.
 
     Trainable: fusion, layers, the final norm and DSpark's heads. `forward` is for training, `extend_context` and
     `block_hidden` are for decoding; both run the same layers.
@@ -55,7 +55,7 @@ class BlockDraft(nn.Module):
         self._embedding: Callable[[Tensor], Tensor] | None = None
         self.head_VE: Tensor | None = None
 
-    def borrow(self, embedding: Callable[[Tensor], Tensor], head_VE: Tensor) -> None:
+    def share(self, embedding: Callable[[Tensor], Tensor], head_VE: Tensor) -> None:
         """Share the verifier's frozen embeddings (of token ids) and output head; nothing is trained.
 
         Nothing is copied either, but the rows of a reduced vocabulary, whose map must be there by now.
@@ -96,9 +96,9 @@ class BlockDraft(nn.Module):
         """Hidden states of the slots that propose a token, [N, K, D]: proposal i is for position anchor + i + 1."""
         return hidden_NBD[:, self.config.first_predicted :]
 
-    def slots_for(self, num_proposed: int) -> int:
+    def slots_for(self, k: int) -> int:
         """Slots that a block needs to propose so many tokens."""
-        return num_proposed + self.config.first_predicted
+        return k + self.config.first_predicted
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 logits [..., Vd] of hidden states after the final norm, before any sequential correction."""
@@ -140,7 +140,7 @@ class BlockDraft(nn.Module):
         Args:
             taps_TLE: the verifier's taps at every position.
             tokens_T: token ids; only those at anchors are read.
-            positions_T: positions within each document.
+            positions_T: positions within each example.
             block_size: slots of a block; the trained size unless another K is to be measured.
         """
         block_size = block_size or self.config.block_size

@@ -1,4 +1,4 @@
-"""RMSNorm whose weight follows the dtype of what it normalises."""
+"""RMSNorm whose weight follows the dtype of what it normalizes."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class DraftVocabulary(nn.Module):
         return full
 
 
-def map_hash(ids: Tensor, vocab_size: int) -> str:
+def map_digest(ids: Tensor, vocab_size: int) -> str:
     """What the contract records of a map: SHA-256 over the kept ids and the vocabulary's size, 16 digits."""
     digest = hashlib.sha256(f"{vocab_size}:".encode())
     digest.update(ids.cpu().numpy().astype("<i8").tobytes())

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 
-def accepted_prefix(drafted_NW: Tensor, verifier_NW: Tensor) -> Tensor:
+def accepted_prefix(proposed_NW: Tensor, verifier_NW: Tensor) -> Tensor:
     """Length of the leading run in which drafted and verifier ids agree, [N]."""
-    return (drafted_NW == verifier_NW).long().cumprod(dim=1).sum(dim=1)
+    return (proposed_NW == verifier_NW).long().cumprod(dim=1).sum(dim=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,31 +29,31 @@ class Sampled:
 
 
 def accept_sampled(
-    drafted_RW: Tensor,
+    proposed_RW: Tensor,
     draft_probs_RWV: Tensor | None,
     verifier_probs_RXV: Tensor,
     generator: torch.Generator | None,
     lengths_R: Tensor | None = None,
 ) -> Sampled:
-    """Accept or reject drafted tokens so that what is emitted follows the verifier's distribution.
+    """Accept or reject proposed tokens so that what is emitted follows the verifier's distribution.
 
     Args:
-        drafted_RW: K drafted ids a row.
+        drafted_RW: K proposed ids a row.
         draft_probs_RWV: what each was drawn from; None where they were chosen without chance, as the most likely are: a
             distribution with all its mass on one token, so that a token is accepted with the verifier's probability.
         verifier_probs_RXV: the verifier's distributions at the K + 1 positions.
-        lengths_R: how many of its drafted ids each row proposes; None proposes all. The length may depend on the
+        lengths_R: how many of its proposed ids each row proposes; None proposes all. The length may depend on the
             ids before it, not on those behind: what is not proposed is as if it had never been drawn.
     """
-    rows, num_drafted = drafted_RW.shape
+    rows, k = proposed_RW.shape
     if draft_probs_RWV is None:
-        draft_probs_RWV = torch.zeros_like(verifier_probs_RXV[:, :num_drafted]).scatter(2, drafted_RW[..., None], 1.0)
-    draft_p = draft_probs_RWV.gather(2, drafted_RW[..., None])[..., 0]
-    verifier_p = verifier_probs_RXV[:, :num_drafted].gather(2, drafted_RW[..., None])[..., 0]
-    draws = torch.rand(rows, num_drafted, generator=generator, device=drafted_RW.device, dtype=draft_p.dtype)
+        draft_probs_RWV = torch.zeros_like(verifier_probs_RXV[:, :k]).scatter(2, proposed_RW[..., None], 1.0)
+    draft_p = draft_probs_RWV.gather(2, proposed_RW[..., None])[..., 0]
+    verifier_p = verifier_probs_RXV[:, :k].gather(2, proposed_RW[..., None])[..., 0]
+    draws = torch.rand(rows, k, generator=generator, device=proposed_RW.device, dtype=draft_p.dtype)
     taken = draws * draft_p < verifier_p
     if lengths_R is not None:
-        unproposed = torch.arange(num_drafted, device=drafted_RW.device) >= lengths_R[:, None]
+        unproposed = torch.arange(k, device=proposed_RW.device) >= lengths_R[:, None]
         taken = taken & ~unproposed
         draft_probs_RWV = draft_probs_RWV.masked_fill(unproposed[..., None], 0)
     accepted = taken.long().cumprod(dim=1).sum(dim=1)
@@ -74,9 +74,9 @@ class Round:
     Attributes:
         anchor: index of the anchor in the sequence.
         drafted: the proposed tokens.
-        accepted: drafted tokens that became part of the reply. Tokens beyond the end of a reply do not count, though
+        accepted: proposed tokens that became part of the reply. Tokens beyond the end of a reply do not count, though
             the verifier may have agreed with them: nobody receives them.
-        agreed: drafted tokens that the verifier agreed with, those beyond the end included, as engines count; None
+        agreed: proposed tokens that the verifier agreed with, those beyond the end included, as engines count; None
             where only the reply is known.
     """
 
@@ -87,12 +87,12 @@ class Round:
 
     @property
     def proposed(self) -> int:
-        """Number of drafted tokens."""
+        """Number of proposed tokens."""
         return len(self.drafted)
 
 
 def walk_rounds(
-    accepted_at: Sequence[int], drafted_at: Sequence[Sequence[int]], first_anchor: int, last: int
+    accepted_at: Sequence[int], proposed_at: Sequence[Sequence[int]], first_anchor: int, last: int
 ) -> list[Round]:
     """The rounds that decoding takes, given what would be drafted and how much of it accepted at each anchor.
 
@@ -106,7 +106,7 @@ def walk_rounds(
     anchor = first_anchor
     while anchor < last:
         accepted = min(accepted_at[anchor - first_anchor], last - anchor)
-        rounds.append(Round(anchor, tuple(drafted_at[anchor - first_anchor]), accepted))
+        rounds.append(Round(anchor, tuple(proposed_at[anchor - first_anchor]), accepted))
         anchor += accepted + 1
     return rounds
 
@@ -122,13 +122,13 @@ class AcceptanceCounts:
     """How many rounds accepted their first, second, ... token."""
 
     @classmethod
-    def of(cls, rounds: Sequence[Round], num_proposed: int) -> AcceptanceCounts:
+    def of(cls, rounds: Sequence[Round], k: int) -> AcceptanceCounts:
         """Count rounds that each proposed up to `num_proposed` tokens."""
         return cls(
             rounds=len(rounds),
             proposed=sum(r.proposed for r in rounds),
             accepted=sum(r.accepted for r in rounds),
-            accepted_per_position=tuple(sum(r.accepted > i for r in rounds) for i in range(num_proposed)),
+            accepted_per_position=tuple(sum(r.accepted > i for r in rounds) for i in range(k)),
         )
 
     @property

@@ -1,4 +1,4 @@
-"""The likeliest token of each row, fast on processors."""
+"""The most likely token of each row, fast on CPUs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 TILE = 256
 
 
-def likeliest(logits_RV: Tensor) -> Tensor:
+def fast_argmax(logits_RV: Tensor) -> Tensor:
     """Index of each row's first largest value, int64 [R]: `argmax(dim=-1)`, ties included.
 
     torch's argmax carries an index along each element; a maximum does not and is faster. So: the largest of

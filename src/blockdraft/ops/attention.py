@@ -1,7 +1,7 @@
 """Attention of anchored blocks over their context and themselves, in training: over a packed row.
 
 `ChunkedAttention` never builds the dense mask of (T + N * B) keys: blocks come sorted by anchor, and a chunk of
-neighbouring blocks attends only to the stretch of context that it can see, in torch's flash kernel for CPUs.
+neighboring blocks attends only to the stretch of context that it can see, in torch's flash kernel for CPUs.
 What a block's slots see of each other is small and computed plainly; the two softmaxes are merged by their
 log-sum-exps, exactly (Dao et al., "FlashAttention", 2022). Scores are never stored. On CUDA, FlexAttention compiles
 the same rule into one kernel (`ops/flex.py`). `plain_attention`, by one dense mask, is the reference implementation of
@@ -55,7 +55,7 @@ def training_attention(
 
     Args:
         blocks: on the device of the tensors that will attend.
-        window: sliding window over the context, which moves with the slot; None sees the whole document.
+        window: sliding window over the context, which moves with the slot; None sees the whole example.
         causal: whether a slot sees only the slots up to itself.
     """
     device = blocks.anchors.device.type
@@ -70,7 +70,7 @@ def training_attention(
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Neighbouring blocks of one document and the stretch of context that they can see.
+    """Neighboring blocks of one example and the stretch of context that they can see.
 
     Attributes:
         visible: True where a position of the stretch is visible to a slot, [n, B, width].
@@ -236,7 +236,7 @@ def _own_scores(query: Tensor, key: Tensor, plan: ChunkedAttention) -> Tensor:
 
 
 def _chunks(blocks: Blocks, block_size: int, window: int | None) -> list[_Chunk]:
-    """Runs of neighbouring blocks of one document."""
+    """Runs of neighboring blocks of one example."""
     starts, anchors = blocks.starts.tolist(), blocks.anchors.tolist()
     chunks: list[_Chunk] = []
     first = 0

@@ -12,7 +12,7 @@ def context_mask(blocks: Blocks, row_length: int, block_size: int, window: int |
     """Which context positions are visible to each slot, bool [N, B, T].
 
     Strictly before the anchor (the anchor's own verifier state does not exist yet when serving) and inside the anchor's
-    document. With a sliding window a slot at position p sees nothing at or before p - window: the window moves with the
+    example. With a sliding window a slot at position p sees nothing at or before p - window: the window moves with the
     slot, as it does in the attention of serving engines. (Speculators measures it from the anchor while training.)
     """
     positions = torch.arange(row_length, device=blocks.anchors.device)

@@ -17,7 +17,7 @@ from blockdraft.progress import progress
 from blockdraft.runtime import dtype_name, machine_description
 from blockdraft.settings import EvaluateSettings, SamplingSettings, resolved
 
-ONE_PASS_GROUP = 16  # documents whose verifier states are made together
+ONE_PASS_GROUP = 16  # examples whose verifier states are made together
 
 
 def evaluate(settings: EvaluateSettings) -> dict[str, Any]:
@@ -59,11 +59,11 @@ def evaluate(settings: EvaluateSettings) -> dict[str, Any]:
 
 def one_pass(pair: Pair, replies: Sequence[Reply], ks: Sequence[int], threshold: float = 0.0) -> list[OnePass]:
     """One-pass acceptance of replies, by prompt."""
-    documents = [reply.document(str(reply.index)) for reply in replies]
+    examples = [reply.example(str(reply.index)) for reply in replies]
     outcomes: list[OnePass] = []
-    with progress("one-pass acceptance", len(documents)) as advance:
-        for first in range(0, len(documents), ONE_PASS_GROUP):
-            group = documents[first : first + ONE_PASS_GROUP]
+    with progress("one-pass acceptance", len(examples)) as advance:
+        for first in range(0, len(examples), ONE_PASS_GROUP):
+            group = examples[first : first + ONE_PASS_GROUP]
             outcomes += one_pass_acceptance(pair.verifier, pair.draft, group, ks, threshold)
             advance(len(group))
     return outcomes
@@ -141,7 +141,7 @@ def prove_by_decoding(
         "speedup": both.speedup,
         "identical": len(prompts) - len(found),
         "ties": ties,
-        "faults": len(found) - ties,
+        "mismatches": len(found) - ties,
         "tie_bound": max((d.bound for d in found), default=0.0),
         "largest_gap": max((d.gap for d in found if d.gap is not None), default=0.0),
         "same_rounds_as_one_pass": num_same_rounds(outcomes, both.drafted, k),

@@ -116,7 +116,7 @@ def load_pair(settings: CheckpointSettings, verifier: Verifier | None = None) ->
 
 
 def require_confidence(pair: Pair, threshold: float) -> None:
-    """Refuse a confidence threshold for a draft that estimates none."""
+    """Reject a confidence threshold for a draft that estimates none."""
     if threshold and pair.draft.confidence is None:
         raise InputError("--confidence-threshold", threshold, "this draft has no confidence head; leave it out")
 

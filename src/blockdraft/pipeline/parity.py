@@ -12,7 +12,7 @@ import torch
 
 from blockdraft.decoding.engine import DecodingEngine, Reply
 from blockdraft.decoding.identity import TIE_CEILING, differences, tie_bound
-from blockdraft.decoding.one_pass import document_proposals
+from blockdraft.decoding.one_pass import example_proposals
 from blockdraft.decoding.slot_gaps import SlotGaps
 from blockdraft.errors import InputError
 from blockdraft.ops.acceptance import AcceptanceCounts, Round
@@ -85,8 +85,8 @@ def parity(settings: ParitySettings) -> dict[str, Any]:
         "reply_tokens": sum(len(reply.tokens) for reply in plain),
         "engine": settings.endpoint or "in process",
         "k": results,
-        "faults": sum(result["faults"] for result in results.values()),
-        "failures": [_first_line(k, result) for k, result in results.items() if result["faults"]],
+        "mismatches": sum(result["mismatches"] for result in results.values()),
+        "failures": [_first_line(k, result) for k, result in results.items() if result["mismatches"]],
         "machine": machine_description(pair.verifier.device),
         "settings": resolved(settings),
     }
@@ -132,10 +132,10 @@ def _ask_server(url: str, settings: ParitySettings, prompt: list[int]) -> tuple[
 
 def _first_line(k: str, result: dict[str, Any]) -> str:
     """The first mismatch of one K, in a line."""
-    first = result["first_fault"]
+    first = result["first_mismatch"]
     return (
         f"K={k}: prompt {first['prompt'] + 1}, {first['stage']} of the {first['engine']} engine at position "
-        f"{first['position']}: {first['found']} where {first['wanted']} is right ({result['faults']} in all)"
+        f"{first['position']}: {first['found']} where {first['wanted']} is right ({result['mismatches']} in all)"
     )
 
 
@@ -189,9 +189,9 @@ class _Stage:
         bound = 0.0
         with progress(f"block by block, {engine}, K={k}", len(texts)) as advance:
             for text, reply in zip(texts, replies, strict=True):
-                document = text.document(str(text.index))
-                proposals = document_proposals(self.pair.verifier, self.pair.draft, document, k)
-                gaps = SlotGaps(self.exact, self.pair, document, proposals) if self.bound else None
+                example = text.example(str(text.index))
+                proposals = example_proposals(self.pair.verifier, self.pair.draft, example, k)
+                gaps = SlotGaps(self.exact, self.pair, example, proposals) if self.bound else None
                 bound = max(bound, gaps.bound if gaps else 0.0)
                 blockwise += compare_reply(
                     engine,
@@ -260,13 +260,13 @@ class _Stage:
     ) -> dict[str, Any]:
         """One K's part of the result; `padding` steps are in the engine's counters though nothing was proposed."""
         drafts = served.counters["drafts"] - padding
-        faults = [finding for finding in findings if not finding.tie]
+        mismatches = [finding for finding in findings if not finding.tie]
         return {
             "stages": {
                 engine: {
                     stage: {
                         "ties": sum(f.engine == engine and f.stage == stage and f.tie for f in findings),
-                        "faults": sum(f.engine == engine and f.stage == stage for f in faults),
+                        "mismatches": sum(f.engine == engine and f.stage == stage for f in mismatches),
                     }
                     for stage in STAGES
                 }
@@ -280,9 +280,9 @@ class _Stage:
                 "vllm_counters": 1 + served.counters["accepted"] / drafts if drafts else 1.0,
             },
             "padded_steps": padding,
-            "faults": len(faults),
-            "ties": len(findings) - len(faults),
-            "first_fault": dataclasses.asdict(faults[0]) if faults else None,
+            "mismatches": len(mismatches),
+            "ties": len(findings) - len(mismatches),
+            "first_mismatch": dataclasses.asdict(mismatches[0]) if mismatches else None,
         }
 
     def _length(self, replies: list[Served], k: int) -> float:

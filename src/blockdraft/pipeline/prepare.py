@@ -16,9 +16,9 @@ from blockdraft.data.record import read_record
 from blockdraft.data.sources import Source, parse_sources
 from blockdraft.data.table import RECORD, REJECTS
 from blockdraft.data.templates import ChatMode, ChatTemplate
+from blockdraft.digests import already_made, file_digest
 from blockdraft.errors import InputError
 from blockdraft.files import locked, read_json, replacing, require_free, write_json
-from blockdraft.fingerprint import already_made, file_hash
 from blockdraft.settings import PrepareSettings
 from blockdraft.verifiers.text_side import TextSide, read_text_side
 
@@ -117,7 +117,7 @@ def _facts(settings: PrepareSettings, sources: Sequence[Source], text_side: Text
             }
             for source in sources
         },
-        "excluded": sorted(file_hash(path, "--exclude-overlap") for path in settings.exclude_overlap),
+        "excluded": sorted(file_digest(path, "--exclude-overlap") for path in settings.exclude_overlap),
         **text_side.facts(),
         "max_length": length_limit(settings.max_length, text_side),
         "tools": _tools(settings.tools),
@@ -151,7 +151,7 @@ def _rejects_kept(save_path: Path, folder: Path) -> Iterator[None]:
     except InputError as error:
         if (folder / REJECTS).is_file() and (folder / REJECTS).stat().st_size:
             shutil.copyfile(folder / REJECTS, beside)
-            raise InputError(error.field, error.value, f"{error.remedy}; every bad row is named in {beside}") from None
+            raise InputError(error.field, error.value, f"{error.hint}; every bad row is named in {beside}") from None
         raise
     beside.unlink(missing_ok=True)
 
@@ -159,7 +159,7 @@ def _rejects_kept(save_path: Path, folder: Path) -> Iterator[None]:
 def _preview(
     settings: PrepareSettings, sources: Sequence[Source], text_side: TextSide, encoder: Encoder
 ) -> dict[str, Any]:
-    """Texts of each source in pieces of text, the learned ones marked."""
+    """Texts of each source in pieces of text, the supervised ones marked."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as name:
@@ -182,4 +182,4 @@ def _preview(
 def _pieces(tokenizer: Any, ids: list[int], targets: list[int]) -> list[tuple[str, bool]]:
     bounds = [0, *targets, len(ids)]
     parts = [(ids[a:b], bool(i % 2)) for i, (a, b) in enumerate(itertools.pairwise(bounds))]
-    return [(tokenizer.decode(part), learned) for part, learned in parts if part]
+    return [(tokenizer.decode(part), supervised) for part, supervised in parts if part]

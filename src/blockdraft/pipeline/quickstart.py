@@ -1,6 +1,6 @@
 """`blockdraft quickstart`: the whole loop on a real small model.
 
-Every stage writes into a folder named after a hash of what determines its result. A stage whose result is there is
+Every stage writes into a folder named after a digest of what determines its result. A stage whose result is there is
 not repeated, a changed setting leads to another folder, and a stage that was stopped goes on where it was.
 """
 
@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from blockdraft.choices import Dtype
-from blockdraft.data.table import RECORD, read_documents
+from blockdraft.data.table import RECORD, read_examples
 from blockdraft.data.vocabulary import occurring_tokens
 from blockdraft.data.workloads import workload_prompts
 from blockdraft.decoding.engine import DecodingEngine
 from blockdraft.decoding.identity import TIE_CEILING
+from blockdraft.digests import digest_of
 from blockdraft.errors import InputError
 from blockdraft.files import locked, read_json, write_json
-from blockdraft.fingerprint import fingerprint
 from blockdraft.ops.acceptance import AcceptanceCounts
 from blockdraft.pipeline.evaluate import num_same_rounds, one_pass, proof_failures, prove_by_decoding
 from blockdraft.pipeline.loading import Pair, encode_all, load_pair
@@ -30,7 +30,7 @@ from blockdraft.pipeline.prepare import prepare
 from blockdraft.pipeline.regenerate import regenerate
 from blockdraft.pipeline.train import train
 from blockdraft.progress import progress, say
-from blockdraft.records import Document
+from blockdraft.records import Example
 from blockdraft.runtime import limit_threads, machine_description, resolve_device, resolve_dtype
 from blockdraft.settings import (
     CheckpointSettings,
@@ -92,19 +92,19 @@ class Run:
     @property
     def prompts(self) -> Path:
         facts = [self.verifier_folder, self.settings.revision, self.source, TRAIN_SHARE]
-        return self.root / f"prompts-{fingerprint(facts)}"
+        return self.root / f"prompts-{digest_of(facts)}"
 
     @property
     def data(self) -> Path:
         """The prompts with the verifier's own replies."""
         facts = [self.prompts.name, self.dtype_name, self.settings.max_new_tokens]
-        return self.root / f"data-{fingerprint(facts)}"
+        return self.root / f"data-{digest_of(facts)}"
 
     @property
     def training(self) -> Path:
         settings = self.settings
         facts = [self.data.name, settings.method, settings.minutes, settings.seed, _TRAIN_DEFAULTS]
-        return self.root / f"{settings.method}-{fingerprint(facts)}"
+        return self.root / f"{settings.method}-{digest_of(facts)}"
 
     @property
     def plan(self) -> Path:
@@ -184,12 +184,12 @@ def _make_data(run: Run, verifier: _Lazy) -> None:
     regenerate(wanted, verifier())
 
 
-def _train_settings(run: Run, verifier: Verifier, documents: Sequence[Document]) -> TrainSettings:
+def _train_settings(run: Run, verifier: Verifier, examples: Sequence[Example]) -> TrainSettings:
     """The quickstart's way to train: the defaults of `blockdraft train`, and a mask token found for it."""
     settings = run.settings
     mask = None
     if verifier.tokenizer.mask_token_id is None and len(verifier.tokenizer) >= verifier.identity.vocab_size:
-        seen = occurring_tokens(documents)
+        seen = occurring_tokens(examples)
         mask = next((index for index, _ in free_control_tokens(verifier.tokenizer, seen)), None)
     return TrainSettings(
         verifier_name_or_path=run.verifier_folder,
@@ -211,10 +211,10 @@ def _train(run: Run, verifier: _Lazy) -> Path:
     if checkpoint.is_dir():
         say("      done before")
         return checkpoint
-    documents, states = read_documents(run.data, "--save-path"), None
-    base = _train_settings(run, verifier(), documents)
+    examples, states = read_examples(run.data, "--save-path"), None
+    base = _train_settings(run, verifier(), examples)
     if not run.plan.is_file():
-        plan = TrainingPlan(dataclasses.replace(base, train_data_ratio=TRAIN_SHARE), verifier(), documents)
+        plan = TrainingPlan(dataclasses.replace(base, train_data_ratio=TRAIN_SHARE), verifier(), examples)
         seconds, states = Trainer.fresh(plan).seconds_per_step(), plan.states
         epochs = max(0.01, round(run.settings.minutes * 60 / seconds / plan.steps_per_epoch, 2))
         write_json(run.plan, {"seconds_per_step": seconds, "epochs": epochs})
@@ -244,7 +244,7 @@ _RESULT = {
     "verifier": str, "verifier_folder": str, "method": str, "workload": str, "acceptance_length": dict[str, float],
     "speedup": float, "identical": int, "heldout_prompts": int, "checkpoint": str, "dtype": str, "machine": str,
     "tokens_per_second": {"plain": float, "draft": float}, "failures": list[str],
-    "float32": {"same_rounds_as_one_pass": int}, "served_dtype": {"identical": int, "ties": int, "faults": int},
+    "float32": {"same_rounds_as_one_pass": int}, "served_dtype": {"identical": int, "ties": int, "mismatches": int},
 }  # fmt: skip
 _TRAIN_DEFAULTS = {
     field.name: str(field.default)
@@ -256,7 +256,7 @@ _TRAIN_DEFAULTS = {
 def _measure(run: Run, checkpoint: Path, heldout: list) -> dict[str, Any]:
     settings = run.settings
     facts = [heldout, settings.max_new_tokens, run.dtype_name, TIE_CEILING, TIE_RULE, RESULT_FORMAT]
-    record = checkpoint.parent / f"results-{fingerprint(facts)}.json"
+    record = checkpoint.parent / f"results-{digest_of(facts)}.json"
     if record.is_file():
         say("      done before")
         return earlier_result(record)

@@ -22,9 +22,9 @@ from blockdraft.data.record import read_record
 from blockdraft.data.requests import Request, next_request, with_replies
 from blockdraft.data.table import RECORD, REJECTS, TABLE, flat, read_table, write_rows
 from blockdraft.data.templates import ChatTemplate, truncated
+from blockdraft.digests import digest_of, file_digest
 from blockdraft.errors import BlockdraftError, InputError
 from blockdraft.files import locked, replacing, require_free, write_json
-from blockdraft.fingerprint import file_hash, fingerprint
 from blockdraft.pipeline.loading import verifier_of
 from blockdraft.pipeline.prepare import chat_template, made_before
 from blockdraft.progress import warn
@@ -80,7 +80,7 @@ def _regenerate(settings: RegenerateSettings, verifier: Verifier | None) -> dict
             "an earlier version began this run; finish it with that version, or delete this file",
         )
     context = None if server is not None or verifier is None else verifier.context_length
-    run = _Run(settings, prepared, text_side, fingerprint(facts), context)
+    run = _Run(settings, prepared, text_side, digest_of(facts), context)
     with contextlib.closing(run.journal):
         if server is None:
             assert verifier is not None
@@ -218,8 +218,8 @@ class _Run:
             write_replies(requests)
             for request in requests:
                 reply = self.journal.get(request.id, request.turn)
-                if reply is not None and reply.refused is not None:
-                    self._reject(request.id, RowError("the server refuses it", reply.refused))
+                if reply is not None and reply.rejected is not None:
+                    self._reject(request.id, RowError("the server refuses it", reply.rejected))
         share = len(self.rejected) / max(1, len(self.items))
         if share > self.settings.max_reject_share:
             reasons = Counter(error.reason for _, error in self.rejected.values())
@@ -252,7 +252,7 @@ class _Run:
         with replacing(self.settings.save_path) as folder:
             write_rows(folder / TABLE, accounts.counting(self._rows()))
             record = {"facts": facts, "sources": self._sources(accounts), **accounts.totals()}
-            record["digest"] = file_hash(folder / TABLE, TABLE)
+            record["digest"] = file_digest(folder / TABLE, TABLE)
             lines = [
                 json.dumps({"source": source, "id": identity, "reason": error.reason, "detail": error.detail})
                 for identity, (source, error) in self.rejected.items()

@@ -69,7 +69,7 @@ def self_test_prompts(settings: ServeSettings) -> list[list[int]]:
 
 
 def planned(settings: ServeSettings) -> Launch:
-    """Everything that can be refused is refused here, before the engine loads anything."""
+    """Everything that can be rejected is rejected here, before the engine loads anything."""
     found = read_checkpoint(settings.checkpoint)
     contract = found.contract
     verifier = servable_verifier(contract, settings.verifier_name_or_path)
@@ -104,7 +104,7 @@ def planned(settings: ServeSettings) -> Launch:
 
 
 def servable_verifier(contract: Contract, given: str | None) -> str:
-    """The verifier's folder or hub id; a GGUF file is refused, since drafts are served on unpacked weights."""
+    """The verifier's folder or hub id; a GGUF file is rejected, since drafts are served on unpacked weights."""
     name = given or contract.verifier.name
     if is_gguf(name):
         raise InputError(

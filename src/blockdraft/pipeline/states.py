@@ -11,19 +11,19 @@ from blockdraft.training.hidden_state_files import HiddenStateFiles
 
 
 def states(settings: StatesSettings) -> dict[str, Any]:
-    """Fill a folder with the states of all documents; a killed run goes on where it was."""
+    """Fill a folder with the states of all examples; a killed run goes on where it was."""
     plan = plan_of(dataclasses.replace(settings, on_missing="generate", on_generate="cache"))
-    files, documents = plan.states.provider, plan.documents
+    files, examples = plan.states.provider, plan.examples
     assert isinstance(files, HiddenStateFiles)
-    missing = len(files.missing(documents))
+    missing = len(files.missing(examples))
     result = {
         "hidden_states": str(files.folder),
-        "documents": len(documents),
+        "documents": len(examples),
         "made": missing,
-        "found": len(documents) - missing,
-        "tokens": sum(len(document.input_ids) for document in documents),
-        "bytes": files.size(documents),
+        "found": len(examples) - missing,
+        "tokens": sum(len(example.input_ids) for example in examples),
+        "bytes": files.size(examples),
     }
     if not settings.dry_run:
-        files.prepare(documents)
+        files.prepare(examples)
     return result

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from blockdraft.data.record import read_record
-from blockdraft.data.table import Documents, read_documents
+from blockdraft.data.table import Examples, read_examples
 from blockdraft.errors import InputError
 from blockdraft.files import locked, require_writable
 from blockdraft.pipeline.loading import verifier_of
@@ -28,7 +28,7 @@ def train(
 
     Args:
         verifier: one that is loaded already; else the one the settings name.
-        states: hidden states that are made already, of the same documents.
+        states: hidden states that are made already, of the same examples.
     """
     require_writable(settings.save_path, "--save-path")
     if settings.log_dir is not None and settings.logger != "none":
@@ -58,11 +58,11 @@ def plan_of(
     settings: TrainSettings, verifier: Verifier | None = None, states: TrainingStates | None = None
 ) -> TrainingPlan:
     """A plan of training on prepared data that belongs to the verifier; arguments as `train` has them."""
-    documents = read_documents(settings.data_path, "--data-path")
+    examples = read_examples(settings.data_path, "--data-path")
     facts = read_record(settings.data_path, "--data-path")["facts"]
     verifier = verifier or verifier_of(settings)
-    require_text_of(settings, verifier, facts, documents)
-    return TrainingPlan(as_prepared(settings, facts), verifier, documents, states, chat_mode(facts))
+    require_text_of(settings, verifier, facts, examples)
+    return TrainingPlan(as_prepared(settings, facts), verifier, examples, states, chat_mode(facts))
 
 
 def as_prepared(settings: TrainSettings, facts: dict[str, Any]) -> TrainSettings:
@@ -70,8 +70,8 @@ def as_prepared(settings: TrainSettings, facts: dict[str, Any]) -> TrainSettings
     return dataclasses.replace(settings, train_data_ratio=settings.train_data_ratio or facts["train_data_ratio"])
 
 
-def require_text_of(settings: TrainSettings, verifier: Verifier, facts: dict[str, Any], documents: Documents) -> None:
-    """Refuse another verifier's replies and tokens; say so where nobody knows who wrote them."""
+def require_text_of(settings: TrainSettings, verifier: Verifier, facts: dict[str, Any], examples: Examples) -> None:
+    """Reject another verifier's replies and tokens; say so where nobody knows who wrote them."""
     if facts.get("tokenizer") != verifier.identity.tokenizer_hash:
         raise InputError(
             "--data-path", settings.data_path, "was prepared with another tokenizer; prepare it for this verifier"
@@ -91,8 +91,8 @@ def require_text_of(settings: TrainSettings, verifier: Verifier, facts: dict[str
                 settings.data_path,
                 f"another verifier wrote its replies ({name} {made_with}, this one has {found}); regenerate them",
             )
-    require_sources(verifier, documents)
-    longest = max(documents, key=lambda document: len(document.input_ids))
+    require_sources(verifier, examples)
+    longest = max(examples, key=lambda example: len(example.input_ids))
     if len(longest.input_ids) > verifier.context_length:
         raise InputError(
             f"--data-path example {longest.id}",
@@ -100,19 +100,19 @@ def require_text_of(settings: TrainSettings, verifier: Verifier, facts: dict[str
             f"the verifier's context holds {verifier.context_length}; prepare the data with --max-length "
             f"{verifier.context_length}",
         )
-    largest = max(max(document.input_ids) for document in documents)
+    largest = max(max(example.input_ids) for example in examples)
     if largest >= verifier.identity.vocab_size:
         raise InputError("--data-path", settings.data_path, f"token {largest} is outside the verifier's vocabulary")
 
 
-def require_sources(verifier: Verifier, documents: Documents) -> None:
-    """Refuse texts without sources where there is an encoder, sources where there is none, and unreadable ones."""
-    for document in documents:
-        where = f"--data-path document {document.id}"
-        if (document.source_ids is not None) != verifier.has_encoder:
+def require_sources(verifier: Verifier, examples: Examples) -> None:
+    """Reject texts without sources where there is an encoder, sources where there is none, and unreadable ones."""
+    for example in examples:
+        where = f"--data-path example {example.id}"
+        if (example.source_ids is not None) != verifier.has_encoder:
             kind = "an encoder, and this text has no source for it" if verifier.has_encoder else "no encoder"
             raise InputError(
                 where, verifier.identity.architecture, f"the verifier has {kind}; prepare data for this one"
             )
-        if document.source_ids is not None:
-            verifier.sides(document.source_ids, where)
+        if example.source_ids is not None:
+            verifier.sides(example.source_ids, where)

@@ -46,13 +46,13 @@ def require_author(
         BlockdraftError: a request failed after all its tries.
     """
     answers = _ask(server, requests, template, settings)
-    refused = [answer.refused for answer in answers if answer.refused is not None]
-    if answers and len(refused) == len(answers):
-        raise InputError("--endpoint", server.url, f"it answers none of the prompts it was probed with ({refused[0]})")
+    rejected = [answer.rejected for answer in answers if answer.rejected is not None]
+    if answers and len(rejected) == len(answers):
+        raise InputError("--endpoint", server.url, f"it answers none of the prompts it was probed with ({rejected[0]})")
     asked = [
         (request.prompt, answer)
         for request, answer in zip(requests, answers, strict=True)
-        if answer.refused is None
+        if answer.rejected is None
     ]  # fmt: skip
     engine = DecodingEngine(exact, None, 0, SamplingSettings(max_new_tokens=TOKENS))
     own = engine.generate([prompt for prompt, _ in asked], PROMPTS)

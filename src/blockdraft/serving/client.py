@@ -37,7 +37,7 @@ NEUTRAL = {
     "frequency_penalty": 0.0,
 }
 OPENAI = ("temperature", "top_p", "presence_penalty", "frequency_penalty")  # of these, what any server knows
-TIMEOUT_SECONDS = 600.0  # for one request: a long reply on a processor
+TIMEOUT_SECONDS = 600.0  # for one request: a long reply on a CPU
 KEY = "OPENAI_API_KEY"
 
 
@@ -96,7 +96,7 @@ class Served:
     Attributes:
         request: the engine's request id.
         tokens: token ids of the reply, the end-of-turn id included if it came.
-        agreed: drafted tokens that the verifier agreed with, round by round, also those behind the reply's end.
+        agreed: proposed tokens that the verifier agreed with, round by round, also those behind the reply's end.
     """
 
     request: str

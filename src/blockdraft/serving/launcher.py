@@ -25,7 +25,7 @@ from blockdraft.vllm_plugin.support import T5GEMMA2, require_hidden_states
 
 OURS = ("--speculative-config", "-sc", "--model", "--tokenizer", "--dtype", "--host", "--port")
 PLUGIN_GROUP, PLUGIN = "vllm.general_plugins", "blockdraft"
-CPU_CACHE_GIB = 1  # key/value cache on processors where nobody says otherwise; vLLM would take half of the memory
+CPU_CACHE_GIB = 1  # key/value cache on CPUs where nobody says otherwise; vLLM would take half of the memory
 
 INTEL_OPENMP = Path(sys.prefix) / "lib" / "libiomp5.so"
 
@@ -47,7 +47,7 @@ class Launch:
 
 
 def require_engine() -> str:
-    """The engine's version; refuses a missing, unknown or half-installed vLLM."""
+    """The engine's version; rejects a missing, unknown or half-installed vLLM."""
     wheel = installed(WHEEL)
     version = installed(NAME)
     if version is None and wheel is None:
@@ -121,7 +121,7 @@ def launch(
     template_options: Mapping[str, Any] | None = None,
     engine_arguments: Sequence[str] = (),
 ) -> Launch:
-    """Plan `vllm serve` for a checkpoint; refuses what cannot work before anything is started.
+    """Plan `vllm serve` for a checkpoint; rejects what cannot work before anything is started.
 
     Args:
         template_options: what requests tell the chat template unless they say otherwise, such as not to think.
@@ -180,7 +180,7 @@ def without_draft(plan: Launch, port: int) -> Launch:
 
 
 def require_free(host: str, port: int) -> None:
-    """Refuse a port that something listens on."""
+    """Reject a port that something listens on."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -190,7 +190,7 @@ def require_free(host: str, port: int) -> None:
 
 
 def require_plugin() -> None:
-    """Refuse an environment in which the engine would not load the plugin."""
+    """Reject an environment in which the engine would not load the plugin."""
     found = importlib.metadata.entry_points(group=PLUGIN_GROUP)
     if PLUGIN not in {point.name for point in found}:
         raise InputError(

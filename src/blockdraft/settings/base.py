@@ -141,10 +141,10 @@ def value_type(hint: Any) -> tuple[Any, bool]:
     return hint, False
 
 
-def check(condition: bool, field: str, value: object, remedy: str) -> None:
+def check(condition: bool, field: str, value: object, hint: str) -> None:
     """Reject a setting's value unless the condition holds."""
     if not condition:
-        raise InputError(flag_name(field), value, remedy)
+        raise InputError(flag_name(field), value, hint)
 
 
 def resolved(settings: Any) -> dict[str, Any]:

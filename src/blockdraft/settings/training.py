@@ -31,7 +31,7 @@ class TrainSettings(ObjectiveSettings, DraftSettings, VerifierSettings):
     grad_accum: int = setting(1, "rows of a step; the last one takes what is left of them", at_least=1)
     noise_std: float = setting(0.0, "half-width of uniform noise on the taps while training", at_least=0, at_most=100)
     train_data_ratio: float = setting(
-        0.0, "share of the documents to train on, the rest validates; 0: as prepared", at_least=0, below=1
+        0.0, "fraction of the examples to train on, the rest is the validation set; 0: as prepared", at_least=0, below=1
     )
     states_memory_gib: float = setting(
         4.0, "hidden states kept in memory between epochs; beyond it they are read or made anew", at_least=0
@@ -43,7 +43,7 @@ class TrainSettings(ObjectiveSettings, DraftSettings, VerifierSettings):
     )
     on_missing: OnMissing = setting(
         "generate",
-        "documents without states there: generate, skip, warn (skip and name them) or raise",
+        "examples without states there: generate, skip, warn (skip and name them) or raise",
         identifies=False,
     )
     on_generate: OnGenerate = setting(

@@ -14,16 +14,16 @@ from blockdraft.draft_config import DraftConfig
 from blockdraft.errors import InputError
 from blockdraft.losses.objective import Objective, parse_loss
 from blockdraft.models.block_draft import BlockDraft
-from blockdraft.models.vocabulary import map_hash
+from blockdraft.models.vocabulary import map_digest
 from blockdraft.presets import PRESETS, component_names
 from blockdraft.progress import say
-from blockdraft.records import Document
+from blockdraft.records import Example
 from blockdraft.runtime import dtype_name
 from blockdraft.settings import DEFAULT_NUM_TAPS, DraftSettings, ObjectiveSettings, TrainSettings
 from blockdraft.training.hidden_states import TrainingStates
 from blockdraft.verifiers.base import Verifier
 
-CALIBRATION_DOCUMENTS = 32
+CALIBRATION_EXAMPLES = 32
 DEFAULT_ROPE_THETA = 10_000.0  # for verifiers without rotary positions
 # What transformers' rotary types read for one position of a token and a whole head; sections and parts are left out.
 ROTARY_KEYS = (
@@ -45,8 +45,8 @@ def spread_taps(num_layers: int, num_taps: int) -> tuple[int, ...]:
     return tuple(sorted({round(1 + i * deepest / (num_taps - 1)) + 1 for i in range(num_taps)}))
 
 
-def draft_config(settings: TrainSettings, verifier: Verifier, documents: Sequence[Document]) -> DraftConfig:
-    """Resolve every open choice of `settings`, refusing what does not fit verifier or data."""
+def draft_config(settings: TrainSettings, verifier: Verifier, examples: Sequence[Example]) -> DraftConfig:
+    """Resolve every open choice of `settings`, rejecting what does not fit verifier or data."""
     depth, vocab_size = verifier.identity.num_layers, verifier.identity.vocab_size
     components = resolve_components(settings)
     taps = choose_taps(settings, components["context_fusion"], depth)
@@ -64,7 +64,7 @@ def draft_config(settings: TrainSettings, verifier: Verifier, documents: Sequenc
         "target_layer_ids": tuple(taps),
         **components,
         "markov_rank": 0 if components["sequential_head"] == "none" else settings.markov_rank,
-        "mask_token_id": resolve_mask_token(settings.mask_token_id, verifier, documents),
+        "mask_token_id": resolve_mask_token(settings.mask_token_id, verifier, examples),
         "rope_parameters": draft_rotary(verifier.rope_parameters()),
         "max_position_embeddings": verifier.context_length,
         **layer_kinds(settings),
@@ -167,11 +167,11 @@ def make_objective(settings: ObjectiveSettings, speculator_type: str) -> Objecti
     )
 
 
-def draft_vocabulary(config: DraftConfig, documents: Sequence[Document]) -> Tensor | None:
+def draft_vocabulary(config: DraftConfig, examples: Sequence[Example]) -> Tensor | None:
     """Verifier ids of a reduced vocabulary, from the replies; None for the full one. Says what it covers."""
     if not config.reduced:
         return None
-    counts = token_counts(documents, config.vocab_size)
+    counts = token_counts(examples, config.vocab_size)
     ids = choose_vocabulary(counts, config.draft_vocab_size)
     seen = int((counts > 0).sum())
     filled = max(0, config.draft_vocab_size - seen)
@@ -183,14 +183,14 @@ def draft_vocabulary(config: DraftConfig, documents: Sequence[Document]) -> Tens
     return ids
 
 
-def resolve_mask_token(asked: int | None, verifier: Verifier, documents: Sequence[Document]) -> int:
+def resolve_mask_token(asked: int | None, verifier: Verifier, examples: Sequence[Example]) -> int:
     """The token that stands in empty slots; it must never occur in the data.
 
     Asked for, else the tokenizer's mask token, else a row of the embedding that the tokenizer does not use. Never the
     padding or end token unasked, and nothing is ever added to the tokenizer.
     """
     tokenizer = verifier.tokenizer
-    seen = occurring_tokens(documents)
+    seen = occurring_tokens(examples)
     if asked is None:
         asked = tokenizer.mask_token_id
         if asked is not None and asked in (tokenizer.pad_token_id, tokenizer.eos_token_id):
@@ -234,7 +234,7 @@ def make_contract(config: DraftConfig, verifier: Verifier, vocabulary: Tensor | 
         verifier=verifier.identity,
         logit_softcap=verifier.logit_softcap,
         draft=config.exported,
-        vocab_map_hash=None if vocabulary is None else map_hash(vocabulary, config.vocab_size),
+        vocab_map_hash=None if vocabulary is None else map_digest(vocabulary, config.vocab_size),
         compute_dtype=dtype_name(verifier.dtype),
     )
 
@@ -246,8 +246,8 @@ def create_draft(
     draft = BlockDraft(config).to(verifier.device)
     if draft.vocabulary is not None and vocabulary is not None:
         draft.vocabulary.keep(vocabulary.to(verifier.device))
-    draft.borrow(verifier.embed, verifier.head_VE)
+    draft.share(verifier.embed, verifier.head_VE)
     draft.initialise(seed)
     if draft.fusion.statistics is not None:
-        draft.fusion.statistics.calibrate(states.sample_taps(CALIBRATION_DOCUMENTS))
+        draft.fusion.statistics.calibrate(states.sample_taps(CALIBRATION_EXAMPLES))
     return draft

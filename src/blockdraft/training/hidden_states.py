@@ -1,8 +1,8 @@
 """Hidden states for training: where they come from, and which of them stay in memory between epochs.
 
-A provider gives the states of documents. The one here runs the verifier in this process; `hidden_state_files` has the
-one that keeps them on disk. Documents are run in fixed groups before training until the memory allowance is used up;
-what does not fit is asked for anew with each packed row. Either way a document's states do not depend on where training
+A provider gives the states of examples. The one here runs the verifier in this process; `hidden_state_files` has the
+one that keeps them on disk. Examples are run in fixed groups before training until the memory allowance is used up;
+what does not fit is asked for anew with each packed row. Either way an example's states do not depend on where training
 stands, so that a resumed run sees the same bits.
 """
 
@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from blockdraft.progress import progress
-from blockdraft.records import Document
+from blockdraft.records import Example
 from blockdraft.verifiers.base import Verifier
 
-GROUP = 16  # documents run together
+GROUP = 16  # examples run together
 SINK_POSITIONS = 4  # first positions of a text, whose states are outliers and are kept out of statistics
 
 
 @dataclass(frozen=True, slots=True)
-class DocumentStates:
-    """What the verifier says about a document.
+class ExampleStates:
+    """What the verifier says about an example.
 
     Attributes:
         taps: [T, L, E], in the verifier's dtype.
@@ -41,21 +41,21 @@ class DocumentStates:
 
 
 class HiddenStateProvider(Protocol):
-    """Gives the states of documents."""
+    """Gives the states of examples."""
 
     bytes_per_token: int
     """What a token's states take in memory."""
 
-    def available(self, documents: Sequence[Document]) -> Sequence[Document]:
-        """The documents that can be trained on; asked once, before anything else."""
+    def available(self, examples: Sequence[Example]) -> Sequence[Example]:
+        """The examples that can be trained on; asked once, before anything else."""
         ...
 
-    def prepare(self, documents: Sequence[Document]) -> None:
+    def prepare(self, examples: Sequence[Example]) -> None:
         """Do what is better done once, before training, than with every row."""
         ...
 
-    def get(self, documents: Sequence[Document]) -> list[DocumentStates]:
-        """The states of these documents, on the verifier's device."""
+    def get(self, examples: Sequence[Example]) -> list[ExampleStates]:
+        """The states of these examples, on the verifier's device."""
         ...
 
 
@@ -66,50 +66,50 @@ class InProcess:
         with_final: give the states after the final norm, too.
     """
 
-    def __init__(self, verifier: Verifier, tap_ids: Sequence[int], with_final: bool = False) -> None:
-        self.verifier, self.tap_ids, self.with_final = verifier, tuple(tap_ids), with_final
-        kept = len(self.tap_ids) + with_final
+    def __init__(self, verifier: Verifier, target_layer_ids: Sequence[int], with_final: bool = False) -> None:
+        self.verifier, self.target_layer_ids, self.with_final = verifier, tuple(target_layer_ids), with_final
+        kept = len(self.target_layer_ids) + with_final
         self.bytes_per_token = kept * verifier.identity.hidden_size * verifier.dtype.itemsize + 8
 
-    def available(self, documents: Sequence[Document]) -> Sequence[Document]:
-        return documents
+    def available(self, examples: Sequence[Example]) -> Sequence[Example]:
+        return examples
 
-    def prepare(self, documents: Sequence[Document]) -> None:
+    def prepare(self, examples: Sequence[Example]) -> None:
         pass
 
-    def get(self, documents: Sequence[Document]) -> list[DocumentStates]:
-        if not documents:
+    def get(self, examples: Sequence[Example]) -> list[ExampleStates]:
+        if not examples:
             return []
-        sequences = [torch.tensor(document.input_ids) for document in documents]
-        sources = [document.source_ids for document in documents]
+        sequences = [torch.tensor(example.input_ids) for example in examples]
+        sources = [example.source_ids for example in examples]
         results = []
-        found = self.verifier.states(sequences, self.tap_ids, sources)
-        for document, states in zip(documents, found, strict=True):
-            first = document.first_target - 1
-            greedy = torch.full((len(document.input_ids),), -1, device=states.final.device)
+        found = self.verifier.states(sequences, self.target_layer_ids, sources)
+        for example, states in zip(examples, found, strict=True):
+            first = example.first_target - 1
+            greedy = torch.full((len(example.input_ids),), -1, device=states.final.device)
             greedy[first:] = self.verifier.greedy(states.final[first:])
             final = states.final.clone() if self.with_final else None
-            results.append(DocumentStates(states.taps.clone(), greedy, final))
+            results.append(ExampleStates(states.taps.clone(), greedy, final))
         return results
 
 
 class TrainingStates:
-    """States of a run's documents by index, as many of them in memory as the allowance permits."""
+    """States of a run's examples by index, as many of them in memory as the allowance permits."""
 
-    def __init__(self, provider: HiddenStateProvider, documents: Sequence[Document], memory_gib: float) -> None:
+    def __init__(self, provider: HiddenStateProvider, examples: Sequence[Example], memory_gib: float) -> None:
         self.provider = provider
-        self._documents = documents
-        self._kept: dict[int, DocumentStates] = {}
+        self._examples = examples
+        self._kept: dict[int, ExampleStates] = {}
         self._allowance = int(memory_gib * 2**30)
 
     def fill(self) -> None:
-        """Let the provider prepare, then take documents, longest first, until the allowance is used up. Done once."""
+        """Let the provider prepare, then take examples, longest first, until the allowance is used up. Done once."""
         if self._kept:
             return
-        self.provider.prepare(self._documents)
+        self.provider.prepare(self._examples)
         fitting = []
-        for index in longest_first(self._documents):
-            size = len(self._documents[index].input_ids) * self.provider.bytes_per_token
+        for index in longest_first(self._examples):
+            size = len(self._examples[index].input_ids) * self.provider.bytes_per_token
             if size > self._allowance:
                 break
             self._allowance -= size
@@ -121,8 +121,8 @@ class TrainingStates:
 
     def get(
         self, indices: Sequence[int], noise_std: float = 0.0, generator: torch.Generator | None = None
-    ) -> list[DocumentStates]:
-        """States of the documents, those that are not kept asked for together.
+    ) -> list[ExampleStates]:
+        """States of the examples, those that are not kept asked for together.
 
         `noise_std` adds uniform noise of that half-width to the taps (a training-time regulariser).
         """
@@ -133,24 +133,24 @@ class TrainingStates:
             return found
         return [dataclasses.replace(states, taps=_noisy(states.taps, noise_std, generator)) for states in found]
 
-    def sample_taps(self, num_documents: int) -> Tensor:
-        """Taps of some documents for calibration, outlier positions left out, [T, L, E]."""
-        stride = max(1, len(self._documents) // num_documents)
-        chosen = self.get(list(range(0, len(self._documents), stride))[:num_documents])
+    def sample_taps(self, num_examples: int) -> Tensor:
+        """Taps of some examples for calibration, outlier positions left out, [T, L, E]."""
+        stride = max(1, len(self._examples) // num_examples)
+        chosen = self.get(list(range(0, len(self._examples), stride))[:num_examples])
         return torch.cat([states.taps[SINK_POSITIONS:] for states in chosen])
 
-    def _ask(self, indices: Sequence[int]) -> list[DocumentStates]:
-        return self.provider.get([self._documents[index] for index in indices])
+    def _ask(self, indices: Sequence[int]) -> list[ExampleStates]:
+        return self.provider.get([self._examples[index] for index in indices])
 
 
-def longest_first(documents: Sequence[Document]) -> list[int]:
-    """Indices of documents in the order in which they are run: little padding, and what needs most memory at once."""
-    lengths = [len(document.input_ids) for document in documents]
+def longest_first(examples: Sequence[Example]) -> list[int]:
+    """Indices of examples in the order in which they are run: little padding, and what needs most memory at once."""
+    lengths = [len(example.input_ids) for example in examples]
     return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
 
 
 def grouped(indices: Sequence[int]) -> Iterator[Sequence[int]]:
-    """The groups in which documents are run together."""
+    """The groups in which examples are run together."""
     return (indices[first : first + GROUP] for first in range(0, len(indices), GROUP))
 
 

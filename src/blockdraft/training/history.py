@@ -15,7 +15,7 @@ SUMMARY = "summary.json"
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """Exact acceptance on the validation documents after some steps."""
+    """Exact acceptance on the validation examples after some steps."""
 
     step: int
     seconds: float

@@ -1,6 +1,6 @@
 """What a run will do, before it does anything: settings, verifier and examples checked against each other.
 
-Which documents a row holds and which anchors are drawn follow from the seed and the number of the row alone, so that a
+Which examples a row holds and which anchors are drawn follow from the seed and the number of the row alone, so that a
 run that was killed and resumed computes the same bits as one that was not.
 """
 
@@ -18,21 +18,22 @@ import torch
 from blockdraft.data.packing import PackedRow, pack_row, packed_order
 from blockdraft.data.templates import ChatMode
 from blockdraft.ops.anchors import Blocks, choose_anchors
-from blockdraft.records import Document, documents_digest
+from blockdraft.records import Example, examples_digest
 from blockdraft.settings import TRAIN_DATA_RATIO, TrainSettings, identity
 from blockdraft.training.creation import draft_config, draft_vocabulary, make_contract, make_objective
 from blockdraft.training.hidden_state_files import HiddenStateFiles
 from blockdraft.training.hidden_states import HiddenStateProvider, InProcess, TrainingStates
 from blockdraft.training.loggers import log_folder
-from blockdraft.training.split import joined, split_documents
+from blockdraft.training.split import joined, split_examples
 from blockdraft.verifiers.base import Verifier
+
 
 @dataclass(frozen=True, slots=True)
 class DrawnRow:
     """A row of a step, with its anchors drawn.
 
     Attributes:
-        indices: the documents that it holds.
+        indices: the examples that it holds.
         generator: draws what else is drawn for the row.
     """
 
@@ -52,8 +53,8 @@ class TrainingPlan:
     Attributes:
         train, validation: the two sides of the split.
         vocabulary: the verifier's ids that the draft can propose; None where it can propose all.
-        rows: document indices of every row of the whole run, in order.
-        states: hidden states of `documents`, not made yet.
+        rows: example indices of every row of the whole run, in order.
+        states: hidden states of `examples`, not made yet.
 
     Raises:
         InputError: a setting that does not fit the verifier or the data.
@@ -63,22 +64,22 @@ class TrainingPlan:
         self,
         settings: TrainSettings,
         verifier: Verifier,
-        documents: Sequence[Document],
+        examples: Sequence[Example],
         states: TrainingStates | None = None,
         mode: ChatMode | None = None,
     ) -> None:
         self.settings, self.verifier, self.mode = settings, verifier, mode or ChatMode()
         self.log_folder = log_folder(settings)
         self.objective = make_objective(settings, settings.speculator_type)
-        self.config = draft_config(settings, verifier, documents)
+        self.config = draft_config(settings, verifier, examples)
         provider = states.provider if states else self._provider()
-        documents = provider.available(documents)
-        self.train, self.validation = split_documents(documents, settings.train_data_ratio or TRAIN_DATA_RATIO)
+        examples = provider.available(examples)
+        self.train, self.validation = split_examples(examples, settings.train_data_ratio or TRAIN_DATA_RATIO)
         self.vocabulary = draft_vocabulary(self.config, self.train)
         self.contract = make_contract(self.config, verifier, self.vocabulary)
         self.rows = self._rows()
         self.total_steps = math.ceil(len(self.rows) / settings.grad_accum)
-        self.states = states or TrainingStates(provider, self.documents, settings.states_memory_gib)
+        self.states = states or TrainingStates(provider, self.examples, settings.states_memory_gib)
 
     def _provider(self) -> HiddenStateProvider:
         """Where hidden states come from."""
@@ -90,7 +91,7 @@ class TrainingPlan:
 
     def _rows(self) -> list[list[int]]:
         settings = self.settings
-        lengths = [len(document.input_ids) for document in self.train]
+        lengths = [len(example.input_ids) for example in self.train]
         rows: list[list[int]] = []
         for epoch in range(math.ceil(settings.epochs)):
             epoch_rows = packed_order(lengths, settings.total_seq_len, settings.seed, epoch)
@@ -99,7 +100,7 @@ class TrainingPlan:
         return rows
 
     @property
-    def documents(self) -> Sequence[Document]:
+    def examples(self) -> Sequence[Example]:
         """Those that train, and behind them those that validate."""
         return joined(self.train, self.validation)
 
@@ -116,7 +117,7 @@ class TrainingPlan:
         return {
             **identity(self.settings),
             "contract": contract,
-            "data": documents_digest(itertools.chain(self.train, self.validation)),
+            "data": examples_digest(itertools.chain(self.train, self.validation)),
         }
 
     def rows_of(self, step: int) -> range:
@@ -127,7 +128,7 @@ class TrainingPlan:
     def draw(self, number: int) -> DrawnRow:
         """Pack a row and draw its anchors."""
         indices = self.rows[number]
-        row = pack_row([self.train[document] for document in indices])
+        row = pack_row([self.train[example] for example in indices])
         generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + number)
         blocks = choose_anchors(row.loss_mask, row.lengths, self.settings.max_anchors, generator)
         return DrawnRow(indices, row, blocks, generator)

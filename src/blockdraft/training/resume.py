@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from blockdraft.digests import file_digest
 from blockdraft.errors import InputError
 from blockdraft.files import reason, replacing, write_text, writing
-from blockdraft.fingerprint import file_hash
 from blockdraft.progress import warn
 from blockdraft.training.history import Progress
 from blockdraft.typed import checked
@@ -66,7 +66,7 @@ class ResumeStates:
         with replacing(path) as temporary:
             with writing(path, RuntimeError):  # torch's writer raises no OSError
                 torch.save(tree_map_only(torch.Tensor, torch.Tensor.cpu, content), temporary / _FILE)
-            write_text(temporary / _DIGEST, file_hash(temporary / _FILE, str(path)) + "\n")
+            write_text(temporary / _DIGEST, file_digest(temporary / _FILE, str(path)) + "\n")
         self._whole.add(path)
         self._prune()
 
@@ -139,7 +139,7 @@ def _read(path: Path) -> ResumeState:
     """A state that fits its digest and has all its parts."""
     try:
         wanted = (path / _DIGEST).read_text(encoding="ascii").strip()
-        if file_hash(path / _FILE, path.name) != wanted:
+        if file_digest(path / _FILE, path.name) != wanted:
             raise _DamageError("it does not fit its checksum")
         raw = checked(dict[str, Any], torch.load(path / _FILE, map_location="cpu", weights_only=True), "state")
         draft = checked(dict[str, Any], raw.get("draft"), "draft")

@@ -7,9 +7,9 @@ import json
 from typing import Any
 
 from blockdraft.checkpoints.store import save_draft
+from blockdraft.digests import already_made
 from blockdraft.errors import InputError
 from blockdraft.files import write_json, writing
-from blockdraft.fingerprint import already_made
 from blockdraft.models.block_draft import BlockDraft
 from blockdraft.runtime import resolve_dtype
 from blockdraft.settings import resolved
@@ -47,13 +47,11 @@ class RunFolder:
         Raises:
             InputError: it holds a run with other settings.
         """
-        remedy = "choose another folder, or start again in this one with --restart"
-        if already_made(self.path / RECORD, self._facts(), "--save-path", remedy):
+        hint = "choose another folder, or start again in this one with --restart"
+        if already_made(self.path / RECORD, self._facts(), "--save-path", hint):
             return True
         if self.resume_states:
-            raise InputError(
-                "--save-path", self.path, f"holds training states, but no {RECORD} to say of what; {remedy}"
-            )
+            raise InputError("--save-path", self.path, f"holds training states, but no {RECORD} to say of what; {hint}")
         return False
 
     def enter(self) -> ResumeState | None:

@@ -15,29 +15,27 @@ from blockdraft.losses.targets import SlotTargets, Teacher
 from blockdraft.models.block_draft import BlockDraft
 from blockdraft.models.vocabulary import DraftVocabulary
 from blockdraft.ops.anchors import Blocks
-from blockdraft.training.hidden_states import DocumentStates
+from blockdraft.training.hidden_states import ExampleStates
 
 
-def positions_before(blocks: Blocks, num_predicted: int) -> tuple[Tensor, Tensor]:
-    """The position before each proposal, and whether the proposal's own is inside the document, both [N, K].
+def positions_before(blocks: Blocks, k: int) -> tuple[Tensor, Tensor]:
+    """The position before each proposal, and whether the proposal's own is inside the example, both [N, K].
 
     Proposal i is for position anchor + i + 1, whatever the slot it comes from. Outside, the anchor stands in.
     """
     anchors = blocks.anchors[:, None]
-    before = anchors + torch.arange(num_predicted, device=anchors.device)
+    before = anchors + torch.arange(k, device=anchors.device)
     inside = before + 1 < blocks.ends[:, None]
     return torch.where(inside, before, anchors), inside
 
 
-def block_targets(
-    greedy_T: Tensor, blocks: Blocks, num_predicted: int, vocabulary: DraftVocabulary | None = None
-) -> SlotTargets:
+def block_targets(greedy_T: Tensor, blocks: Blocks, k: int, vocabulary: DraftVocabulary | None = None) -> SlotTargets:
     """What each proposal should be: the verifier's own choice after the position before it.
 
     Args:
         greedy_T: the verifier's next token after every position of the row.
     """
-    before, mask = positions_before(blocks, num_predicted)
+    before, mask = positions_before(blocks, k)
     ids = torch.where(mask, greedy_T[before], 0)
     if vocabulary is None:
         return SlotTargets(ids, mask, mask)
@@ -48,14 +46,14 @@ def block_targets(
 def row_loss(
     draft: BlockDraft,
     row: PackedRow,
-    states: Sequence[DocumentStates],
+    states: Sequence[ExampleStates],
     blocks: Blocks,
     objective: Objective,
     softcap: float | None = None,
     supervised: int | None = None,
     whole_head_VE: Tensor | None = None,
 ) -> LossAndMetrics:
-    """Loss and metrics of the blocks of a packed row whose documents have the given states.
+    """Loss and metrics of the blocks of a packed row whose examples have the given states.
 
     Computed on the device of draft and states; row and blocks may be anywhere.
 

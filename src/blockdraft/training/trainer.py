@@ -1,6 +1,6 @@
 """The training loop.
 
-One row of packed documents is one forward pass; `grad_accum` rows are one update, whose loss is that of all its rows
+One row of packed examples is one forward pass; `grad_accum` rows are one update, whose loss is that of all its rows
 as one: the sum over their slots divided by the number of them. The last update takes the rows that are left.
 
 A run has three phases. `TrainingPlan` checks all that can be checked, `Trainer.prepare` makes hidden states and the
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from blockdraft.decoding.one_pass import rounds_of_document
+from blockdraft.decoding.one_pass import rounds_of_example
 from blockdraft.errors import BlockdraftError, InputError
 from blockdraft.files import reason
 from blockdraft.losses.metrics import BlockMetrics
@@ -148,8 +148,8 @@ class Trainer:
         plan, verifier = self.plan, self.plan.verifier
         # Anchors of all rows first: what the step is divided by is known before the first backward pass.
         rows = [plan.draw(number) for number in plan.rows_of(step)]
-        num_proposed = plan.config.num_speculative_tokens
-        supervised = sum(int(positions_before(row.blocks, num_proposed)[1].sum()) for row in rows)
+        k = plan.config.num_speculative_tokens
+        supervised = sum(int(positions_before(row.blocks, k)[1].sum()) for row in rows)
         objective = plan.objective.at(step / plan.total_steps)
         total, metrics = 0.0, None
         for row in rows:
@@ -174,20 +174,20 @@ class Trainer:
             n for n, p in self.draft.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())
         ]
         plan = self.plan
-        names = [plan.train[document].id for number in plan.rows_of(step) for document in plan.rows[number]]
+        names = [plan.train[example].id for number in plan.rows_of(step) for example in plan.rows[number]]
         raise BlockdraftError(
             f"step {step + 1}: the gradient of {', '.join(broken[:3]) or 'the loss'} is not finite; "
-            f"documents {names[:8]}; the state before it is kept: lower --lr or --muon-lr, or look at these documents"
+            f"examples {names[:8]}; the state before it is kept: lower --lr or --muon-lr, or look at these examples"
         )
 
     def _validate(self) -> dict[str, float]:
-        """Exact acceptance on the validation documents; the best so far becomes the best checkpoint."""
+        """Exact acceptance on the validation examples; the best so far becomes the best checkpoint."""
         plan, k = self.plan, self.plan.contract.draft.num_speculative_tokens
         rounds = []
         with torch.inference_mode(), self._autocast():
-            for index, document in enumerate(plan.validation, start=len(plan.train)):
+            for index, example in enumerate(plan.validation, start=len(plan.train)):
                 (states,) = plan.states.get([index])
-                rounds += rounds_of_document(self.draft, document, states.taps, [k])[k]
+                rounds += rounds_of_example(self.draft, example, states.taps, [k])[k]
         counts = AcceptanceCounts.of(rounds, k)
         figures = {"acceptance_length": counts.acceptance_length, "acceptance_rate": counts.acceptance_rate}
         self.progress.history += (Validation(self.progress.step, self.progress.seconds, **figures),)

@@ -2,7 +2,7 @@
 
 torch's SDPA does the work where it can, without copying keys for grouped queries (transformers repeats each key/value
 head for its group of query heads whenever a mask is given). Two things SDPA does not know are computed plainly:
-a soft cap on the scores (Gemma 2, VaultGemma) and attention sinks, one learned logit a head that takes weight and
+a soft cap on the scores (Gemma 2, VaultGemma) and attention sinks, one supervised logit a head that takes weight and
 gives no value (gpt-oss, MiMo). transformers' own SDPA function drops both without a word. An argument that is not known
 here is an error, so that no family's attention can lose a part of its meaning.
 """

@@ -107,7 +107,9 @@ class Verifier(Protocol):
         """
         ...
 
-    def states(self, sequences: Sequence[Tensor], tap_ids: Sequence[int], sources: Sources = ()) -> list[States]:
+    def states(
+        self, sequences: Sequence[Tensor], target_layer_ids: Sequence[int], sources: Sources = ()
+    ) -> list[States]:
         """One pass over whole token sequences of the decoder; each result covers its sequence alone."""
         ...
 
@@ -116,10 +118,10 @@ class Verifier(Protocol):
         ...
 
     def prove(self) -> None:
-        """Refuse a model whose own forward gives other logits than this interface does."""
+        """Reject a model whose own forward gives other logits than this interface does."""
         ...
 
-    def extend(self, cache: VerifierCache, tokens_RW: Tensor, tap_ids: Sequence[int]) -> States:
+    def extend(self, cache: VerifierCache, tokens_RW: Tensor, target_layer_ids: Sequence[int]) -> States:
         """Run `tokens_RW` behind the committed positions of each row, without committing them.
 
         Returns taps [R, W, L, E] and final [R, W, E].

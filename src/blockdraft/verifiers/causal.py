@@ -48,26 +48,30 @@ class CausalVerifier(InProcessVerifier):
         return Sides(list(prompt))
 
     @torch.no_grad()
-    def states(self, sequences: Sequence[Tensor], tap_ids: Sequence[int], sources: Sources = ()) -> list[States]:
+    def states(
+        self, sequences: Sequence[Tensor], target_layer_ids: Sequence[int], sources: Sources = ()
+    ) -> list[States]:
         assert not any(sources), "a decoder-only verifier reads no sources"
         if shared := shared_prefix(sequences):
-            return self._states_after_prefix(sequences, tap_ids, shared)
+            return self._states_after_prefix(sequences, target_layer_ids, shared)
         lengths = [len(sequence) for sequence in sequences]
         # Right padding needs no mask: under causal attention no real position sees the padding behind it.
         padded = nn.utils.rnn.pad_sequence(list(sequences), batch_first=True).to(self.device)
-        with self._recording(tap_ids) as taps:
+        with self._recording(target_layer_ids) as taps:
             final = self._scaled(self._decoder(input_ids=padded, use_cache=False).last_hidden_state)
-        taps_RCLE = stacked(taps, tap_ids, final)
+        taps_RCLE = stacked(taps, target_layer_ids, final)
         return [States(taps_RCLE[row, :length], final[row, :length]) for row, length in enumerate(lengths)]
 
-    def _states_after_prefix(self, sequences: Sequence[Tensor], tap_ids: Sequence[int], shared: int) -> list[States]:
+    def _states_after_prefix(
+        self, sequences: Sequence[Tensor], target_layer_ids: Sequence[int], shared: int
+    ) -> list[States]:
         """`states` of sequences whose first `shared` tokens are the same, which are run once."""
         cache = self.cache(1)
-        prefix = self.extend(cache, sequences[0][None, :shared].to(self.device), tap_ids)
+        prefix = self.extend(cache, sequences[0][None, :shared].to(self.device), target_layer_ids)
         cache.kv.commit(torch.tensor([shared], device=self.device))
         cache.keep_rows(torch.zeros(len(sequences), dtype=torch.int64, device=self.device))
         rest = nn.utils.rnn.pad_sequence([sequence[shared:] for sequence in sequences], batch_first=True)
-        own = self.extend(cache, rest.to(self.device), tap_ids)
+        own = self.extend(cache, rest.to(self.device), target_layer_ids)
         return [
             States(
                 torch.cat([prefix.taps[0], own.taps[row, : len(sequence) - shared]]),
@@ -81,7 +85,7 @@ class CausalVerifier(InProcessVerifier):
         return CausalCache(RaggedKV(len(self._layers), num_rows, self.device))
 
     @torch.no_grad()
-    def extend(self, cache: Any, tokens_RW: Tensor, tap_ids: Sequence[int]) -> States:
+    def extend(self, cache: Any, tokens_RW: Tensor, target_layer_ids: Sequence[int]) -> States:
         positions_RW = cache.kv.positions(tokens_RW.shape[1])
         keys = torch.arange(cache.kv.longest + tokens_RW.shape[1], device=self.device)
         causal = keys <= positions_RW[..., None]
@@ -90,7 +94,7 @@ class CausalVerifier(InProcessVerifier):
             windowed = (causal & (keys > positions_RW[..., None] - self.window))[:, None]
             # Families whose layers have types take one mask a type, the others take one for all.
             mask = {FULL: mask, SLIDING: windowed} if layer_types(self._config) else windowed
-        with self._recording(tap_ids) as taps:
+        with self._recording(target_layer_ids) as taps:
             final = self._decoder(
                 input_ids=tokens_RW,
                 attention_mask=mask,
@@ -98,7 +102,7 @@ class CausalVerifier(InProcessVerifier):
                 past_key_values=cache,
                 use_cache=True,
             ).last_hidden_state
-        return States(stacked(taps, tap_ids, final), self._scaled(final))
+        return States(stacked(taps, target_layer_ids, final), self._scaled(final))
 
     @torch.no_grad()
     def prove(self) -> None:

@@ -4,7 +4,7 @@ The library's own layers do the arithmetic. What a decoder layer attends to is o
 (causal, windowed on sliding layers) and all positions of the encoder, whose keys have no rotary embedding. The encoder
 runs once for a request; the decoder's own keys lie in a RaggedKV, as those of every verifier do.
 
-A draft sees what the decoder's embedding *module* returns: rows times sqrt(width), and the learned row of the
+A draft sees what the decoder's embedding *module* returns: rows times sqrt(width), and the supervised row of the
 image-end token. Engines share that module with a draft, so that trainer and server see the same.
 """
 
@@ -54,13 +54,15 @@ class EncoderDecoderVerifier(InProcessVerifier):
         return Sides([self.decoder_start], list(prompt))
 
     @torch.no_grad()
-    def states(self, sequences: Sequence[Tensor], tap_ids: Sequence[int], sources: Sources = ()) -> list[States]:
+    def states(
+        self, sequences: Sequence[Tensor], target_layer_ids: Sequence[int], sources: Sources = ()
+    ) -> list[States]:
         lengths = [len(sequence) for sequence in sequences]
         encoded_RSE, source_lengths = self._encode(sources)
         padded = nn.utils.rnn.pad_sequence(list(sequences), batch_first=True).to(self.device)
         positions_RW = torch.arange(padded.shape[1], device=self.device).expand(padded.shape)
         masks = self._masks(positions_RW, padded.shape[1], source_lengths, encoded_RSE.shape[1])
-        whole = self._run(padded, positions_RW, masks, encoded_RSE, tap_ids)
+        whole = self._run(padded, positions_RW, masks, encoded_RSE, target_layer_ids)
         return [States(whole.taps[row, :length], whole.final[row, :length]) for row, length in enumerate(lengths)]
 
     @torch.no_grad()
@@ -70,12 +72,12 @@ class EncoderDecoderVerifier(InProcessVerifier):
         return EncoderDecoderCache(RaggedKV(len(self._layers), num_rows, self.device), *self._encode(sources))
 
     @torch.no_grad()
-    def extend(self, cache: Any, tokens_RW: Tensor, tap_ids: Sequence[int]) -> States:
+    def extend(self, cache: Any, tokens_RW: Tensor, target_layer_ids: Sequence[int]) -> States:
         positions_RW = cache.kv.positions(tokens_RW.shape[1])
         num_keys = cache.kv.longest + tokens_RW.shape[1]
         encoded_RSE = cache.encoded_RSE
         masks = self._masks(positions_RW, num_keys, cache.source_lengths, encoded_RSE.shape[1])
-        return self._run(tokens_RW, positions_RW, masks, encoded_RSE, tap_ids, cache)
+        return self._run(tokens_RW, positions_RW, masks, encoded_RSE, target_layer_ids, cache)
 
     def _run(
         self,
@@ -83,11 +85,11 @@ class EncoderDecoderVerifier(InProcessVerifier):
         positions_RW: Tensor,
         masks: dict[str, Any],
         encoded_RSE: Tensor,
-        tap_ids: Sequence[int],
+        target_layer_ids: Sequence[int],
         cache: EncoderDecoderCache | None = None,
     ) -> States:
         """The decoder's states of a batch of tokens, [R, W, L, E] and [R, W, E]."""
-        with self._recording(tap_ids) as taps:
+        with self._recording(target_layer_ids) as taps:
             final = self._decoder(
                 input_ids=tokens_RW,
                 **masks,
@@ -96,7 +98,7 @@ class EncoderDecoderVerifier(InProcessVerifier):
                 encoder_hidden_states=encoded_RSE,
                 use_cache=cache is not None,
             ).last_hidden_state
-        return States(stacked(taps, tap_ids, final), final)
+        return States(stacked(taps, target_layer_ids, final), final)
 
     def _encode(self, sources: Sources) -> tuple[Tensor, Tensor]:
         """States of the encoder [R, S, E] of sources that are padded on the right, and their lengths [R]."""

@@ -26,7 +26,7 @@ from blockdraft.verifiers.attention import register
 from blockdraft.verifiers.base import LayerShape
 from blockdraft.verifiers.identity import identity_of, softcap_of, stop_ids_of
 
-GREEDY_ROWS = 128  # positions whose logits exist at once when only the likeliest token is wanted
+GREEDY_ROWS = 128  # positions whose logits exist at once when only the most likely token is wanted
 
 
 class InProcessVerifier:
@@ -85,7 +85,7 @@ class InProcessVerifier:
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=self.device)
 
     @contextlib.contextmanager
-    def _recording(self, tap_ids: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    def _recording(self, target_layer_ids: Sequence[int]) -> Iterator[dict[int, Tensor]]:
         """Collect taps while the decoder runs: tap 0 enters the first layer, tap i leaves layer i - 1."""
         taps: dict[int, Tensor] = {}
         handles = []
@@ -99,7 +99,7 @@ class InProcessVerifier:
 
             return hook
 
-        for tap in tap_ids:
+        for tap in target_layer_ids:
             if tap == 0:
                 handles.append(self._layers[0].register_forward_pre_hook(entering))
             else:
@@ -111,8 +111,8 @@ class InProcessVerifier:
                 handle.remove()
 
 
-def stacked(taps: dict[int, Tensor], tap_ids: Sequence[int], final: Tensor) -> Tensor:
+def stacked(taps: dict[int, Tensor], target_layer_ids: Sequence[int], final: Tensor) -> Tensor:
     """Recorded taps side by side, [..., L, E]."""
-    if not tap_ids:
+    if not target_layer_ids:
         return final.new_empty(*final.shape[:-1], 0, final.shape[-1])
-    return torch.stack([taps[tap] for tap in tap_ids], dim=-2)
+    return torch.stack([taps[tap] for tap in target_layer_ids], dim=-2)

@@ -235,7 +235,7 @@ def _require_whole(found: Mapping[str, Any], name: object) -> None:
 
 
 def _require_known(config: Any, name: object) -> None:
-    """Refuse a model that is neither decoder-only nor of the one family with an encoder."""
+    """Reject a model that is neither decoder-only nor of the one family with an encoder."""
     brought = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})  # by the model's own code
     known = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or brought
     causal = known and not getattr(config, "is_encoder_decoder", False)

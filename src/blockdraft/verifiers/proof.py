@@ -95,8 +95,8 @@ def prove(verifier: Verifier, own: OwnForward, tokens_RT: Tensor, sources: Sourc
         InputError: they differ by more than rounding; the family does something that is not understood.
     """
     num_layers = verifier.identity.num_layers
-    tap_ids = range(num_layers)
-    for row, states in enumerate(verifier.states(list(tokens_RT), tap_ids, sources)):
+    target_layer_ids = range(num_layers)
+    for row, states in enumerate(verifier.states(list(tokens_RT), target_layer_ids, sources)):
         _require_equal(
             verifier, "in one pass", states.taps, own.taps[row], verifier.logits(states.final), own.logits[row]
         )
@@ -104,7 +104,7 @@ def prove(verifier: Verifier, own: OwnForward, tokens_RT: Tensor, sources: Sourc
     for width, kept in STEPS:
         parts = [slice(start, start + width) for start in starts]
         step = torch.stack([row[part] for row, part in zip(tokens_RT, parts, strict=True)])
-        found = verifier.extend(cache, step, tap_ids)
+        found = verifier.extend(cache, step, target_layer_ids)
         for row, part in enumerate(parts):
             logits = verifier.logits(found.final[row])
             _require_equal(

@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+from blockdraft.digests import digest_of
 from blockdraft.errors import InputError
-from blockdraft.fingerprint import fingerprint
 from blockdraft.verifiers.encoder_decoder import decoder_start, image_ids
 from blockdraft.verifiers.hub import is_gguf, require_hub_id, unreadable
 from blockdraft.verifiers.identity import has_encoder, stop_ids_of, tokenizer_hash
@@ -35,7 +35,7 @@ class TextSide:
         """What prepared data depend on."""
         return {
             "tokenizer": tokenizer_hash(self.tokenizer),
-            "chat_template": fingerprint(getattr(self.tokenizer, "chat_template", None)),
+            "chat_template": digest_of(getattr(self.tokenizer, "chat_template", None)),
             "stop_ids": sorted(self.stop_ids),
             "start_id": self.start_id,
         }

@@ -43,7 +43,7 @@ def _first_slots(proposer: Any, buffer: Tensor, rows: int) -> Tensor:
 
 
 def init(proposer: Any, stock: Stock, vllm_config: Any, device: torch.device, runner: Any = None) -> None:
-    """Refuse a K that the draft was not trained for; remember who knows the requests of a batch."""
+    """Reject a K that the draft was not trained for; remember who knows the requests of a batch."""
     stock(proposer, vllm_config, device, runner)
     proposer._blockdraft_runner = runner
     engine_config = proposer.draft_model_config.hf_config

@@ -132,7 +132,7 @@ def support_of_verifier(verifier: str, otherwise: str) -> tuple[str, Support]:
     return next((each for each in found if each[1].how not in ("backend", "unknown")), found[0])
 
 
-def require_hidden_states(verifier: str, trained_with: str, tap_ids: Sequence[int]) -> Support:
+def require_hidden_states(verifier: str, trained_with: str, target_layer_ids: Sequence[int]) -> Support:
     """Reject a verifier whose hidden states the engine cannot give, before it is started.
 
     Args:
@@ -146,10 +146,10 @@ def require_hidden_states(verifier: str, trained_with: str, tap_ids: Sequence[in
             architecture,
             f"{ENGINE} {what}; decode with `blockdraft generate`, or train for a family in docs/verifiers.md",
         )
-    if min(tap_ids) < support.first_tap:
+    if min(target_layer_ids) < support.first_tap:
         raise InputError(
             "target_layer_ids",
-            list(tap_ids),
+            list(target_layer_ids),
             f"{ENGINE} runs {architecture} by its Transformers backend, which gives no tap below {support.first_tap}; "
             "train with others",
         )

@@ -3,7 +3,7 @@
 The decoder attends by one softmax over its own positions and all positions of the encoder. No attention kernel of the
 engine does that, so keys and values are written to the engine's paged caches and gathered from them here: one cache
 for the decoder's positions, one (of the kind for cross attention) for the encoder's. Nothing else remembers anything,
-so that requests may start, end, be preempted and have drafted tokens rejected in any order.
+so that requests may start, end, be preempted and have proposed tokens rejected in any order.
 
 Inside a block the layout is ours, [position, key or value, head, width]: the engine's kernels never read these blocks.
 """

@@ -27,7 +27,7 @@ async def process_prompt_async(renderer: Any, stock: Stock, prompt: Any, arrival
 def decoder_start_token(renderer: Any, stock: Stock) -> int:
     """Around the renderer's `get_dec_start_token_id`, which would look for the tokenizer's BOS and fail without one.
 
-    The decoder's prompt is made by our processor, with the start token that the in-process verifier has too.
+    The decoder's prompt is made by our CPU, with the start token that the in-process verifier has too.
     """
     processor = renderer.mm_processor
     return processor.info.decoder_start() if isinstance(processor, SourceProcessor) else stock(renderer)

@@ -45,7 +45,7 @@ RENAMED = {
 
 
 class ScaledEmbedding(VocabParallelEmbedding):
-    """Rows times sqrt(width), and one learned row that is not scaled. A draft shares this module."""
+    """Rows times sqrt(width), and one supervised row that is not scaled. A draft shares this module."""
 
     def __init__(self, config: Any, special: int, prefix: str) -> None:
         super().__init__(config.vocab_size, config.hidden_size, prefix=prefix)
@@ -204,7 +204,7 @@ class T5Gemma2ForConditionalGeneration(nn.Module, SupportsMultiModal, SupportsEa
 
 
 def _require_engine(vllm_config: VllmConfig) -> None:
-    """Refuse by name what this model was not written for."""
+    """Reject by name what this model was not written for."""
     if not vllm_config.model_config.hf_config.tie_word_embeddings:
         raise InputError("tie_word_embeddings", False, "T5Gemma 2 with an output head of its own is not supported")
     if not on_v1_runner():

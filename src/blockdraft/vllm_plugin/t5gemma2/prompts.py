@@ -42,7 +42,7 @@ class Sources(ProcessorBatchItems):
 
 
 class SourceParser(MultiModalDataParser):
-    """Knows sources and nothing else: images are refused by the engine's own message."""
+    """Knows sources and nothing else: images are rejected by the engine's own message."""
 
     def _get_subparsers(self) -> Mapping[str, Callable[[Any], Any]]:
         return {MODALITY: Sources}
@@ -121,7 +121,7 @@ class SourceProcessor(EncDecMultiModalProcessor[SourceInfo]):
 
 
 def with_source(renderer: Any, prompt: Any) -> Any:
-    """A tokenised prompt whose tokens are given to the encoder where the model is ours.
+    """A tokenized prompt whose tokens are given to the encoder where the model is ours.
 
     A text comes as a prompt for the encoder already, a rendered chat as a plain one.
     """

@@ -15,13 +15,13 @@ from blockdraft.typed import checked
 _SHOWN, _LONGEST = 5, 60  # differences that an error names, and characters of a value in it
 
 
-def fingerprint(facts: Any) -> str:
+def digest_of(facts: Any) -> str:
     """16 hex digits of SHA-256 over JSON-ready facts."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:16]
 
 
 def already_made(
-    record: Path, facts: dict[str, Any], field: str, remedy: str = "choose another folder or delete this one"
+    record: Path, facts: dict[str, Any], field: str, hint: str = "choose another folder or delete this one"
 ) -> bool:
     """Whether the folder of `record` (a JSON file with the key `facts`) holds the result of these facts.
 
@@ -36,7 +36,7 @@ def already_made(
     ]
     if changed:
         more = f"; and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
-        raise InputError(field, record.parent, f"was made with {'; '.join(changed[:_SHOWN])}{more}; {remedy}")
+        raise InputError(field, record.parent, f"was made with {'; '.join(changed[:_SHOWN])}{more}; {hint}")
     return True
 
 
@@ -54,7 +54,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
-def file_hash(path: Path, field: str) -> str:
+def file_digest(path: Path, field: str) -> str:
     """64 hex digits of SHA-256 over a file.
 
     Raises:
