@@ -29,13 +29,15 @@ from blockdraft.errors import BlockdraftError, InputError
 from blockdraft.files import write_json
 from blockdraft.pipeline.loading import chat_mode_of
 from blockdraft.pipeline.quickstart import earlier_result, planned_epochs
-from blockdraft.pipeline.train import trainer_of
+from blockdraft.pipeline.train import plan_of
 from blockdraft.settings import TrainSettings
 from blockdraft.training.hidden_state_files import RECORD as STATES_RECORD
 from blockdraft.training.hidden_state_files import HiddenStateFiles
 from blockdraft.training.hidden_states import InProcess
 from blockdraft.training.history import SUMMARY, read_summary
-from blockdraft.training.trainer import RECORD as RUN_RECORD
+from blockdraft.training.plan import TrainingPlan
+from blockdraft.training.run_folder import RECORD as RUN_RECORD
+from blockdraft.training.run_folder import RunFolder
 from blockdraft.training.trainer import Trainer
 from blockdraft.verifiers.causal import CausalVerifier
 from blockdraft.verifiers.loading import load_verifier, save_folder
@@ -154,7 +156,7 @@ def data(root: Path, verifier: CausalVerifier) -> dict[str, Kind]:
 
     def read() -> None:
         show_prepared({**read_record(root / "data", "--data-path"), "folder": "somewhere"})
-        trainer_of(settings, verifier)
+        plan_of(settings, verifier)
 
     path = root / "data" / RECORD
     return {"data": Kind(path, json.loads(path.read_text()), read)}
@@ -168,14 +170,10 @@ def settings_of(root: Path) -> TrainSettings:
 
 
 def run(root: Path, verifier: CausalVerifier) -> dict[str, Kind]:
-    trainer = Trainer(settings_of(root), verifier, [random_example(20, 5, i) for i in range(12)])
-    trainer.prepare()
-    summary = trainer.run()
-    facts = trainer.facts()
-    trainer.facts = lambda: facts  # type: ignore[method-assign]  # made once, since they do not change
-    made = {
-        "run": Kind(root / "run" / RUN_RECORD, json.loads((root / "run" / RUN_RECORD).read_text()), trainer._continues)
-    }
+    plan = TrainingPlan(settings_of(root), verifier, [random_example(20, 5, i) for i in range(12)])
+    summary = Trainer.prepare(plan).run()
+    record = root / "run" / RUN_RECORD
+    made = {"run": Kind(record, json.loads(record.read_text()), RunFolder(plan).continues)}
     folder = root / "ended"
     folder.mkdir()
 

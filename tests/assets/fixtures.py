@@ -21,7 +21,7 @@ from blockdraft.draft_config import DraftConfig
 from blockdraft.models.block_draft import BlockDraft
 from blockdraft.pipeline.train import train
 from blockdraft.settings import SamplingSettings, TrainSettings
-from blockdraft.training.trainer import BEST
+from blockdraft.training.run_folder import BEST
 from blockdraft.verifiers.encoder_decoder import EncoderDecoderVerifier
 from blockdraft.verifiers.loading import load_verifier
 from conftest import contract_of, own_replies, tiny_config, tiny_draft

@@ -12,7 +12,7 @@ import torch
 
 from blockdraft.records import Example
 from blockdraft.settings import TrainSettings
-from blockdraft.training.trainer import Trainer
+from blockdraft.training.plan import TrainingPlan
 from blockdraft.verifiers.causal import CausalVerifier
 from blockdraft.verifiers.encoder_decoder import EncoderDecoderVerifier
 from blockdraft.verifiers.loading import LoadedVerifier
@@ -45,14 +45,14 @@ def examples_for(verifier: LoadedVerifier) -> list[Example]:
     ]
 
 
-def trainer_of(verifier: LoadedVerifier, folder: Path, **changes: object) -> Trainer:
-    """A trainer with tiny settings; its draft is made by `create` or `prepare`."""
+def plan_of(verifier: LoadedVerifier, folder: Path, **changes: object) -> TrainingPlan:
+    """A plan of training with tiny settings."""
     settings = {
         "dtype": "float32", "device": str(verifier.device), "data_path": folder, "save_path": folder / "run",
         "logger": "none", "target_layer_ids": TAPS, "epochs": 2.0, "total_seq_len": 80, "max_anchors": 12,
         "mask_token_id": MASK, "train_data_ratio": 0.7, "block_size": 5, "num_layers": 2, "compile": "off",
     }  # fmt: skip
-    return Trainer(TrainSettings(**{**settings, **changes}), verifier, examples_for(verifier))  # type: ignore[arg-type]
+    return TrainingPlan(TrainSettings(**{**settings, **changes}), verifier, examples_for(verifier))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)

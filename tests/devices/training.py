@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from blockdraft.checkpoints.store import WEIGHTS, load_draft
-from blockdraft.training.trainer import BEST, LAST, Trainer
-from devices.stage import Check, require_close, trainer_of, verifier_on
+from blockdraft.training.plan import TrainingPlan
+from blockdraft.training.run_folder import BEST, LAST
+from blockdraft.training.trainer import Trainer
+from devices.stage import Check, plan_of, require_close, verifier_on
 
 METHODS = ("dflash", "dflare", "dspark")
 STEPS: dict[str, dict[str, object]] = {
@@ -36,10 +38,8 @@ STEPS: dict[str, dict[str, object]] = {
 
 def _pair(device: str, folder: Path, kind: str = "llama", dtype: torch.dtype = torch.float32, **changes: object):
     """Trainers on the device and on the CPU, of the same draft."""
-    trainers = [trainer_of(verifier_on(where, kind, dtype), folder / where, **changes) for where in (device, "cpu")]
-    for trainer in trainers:
-        trainer.create()
-    return trainers
+    plans = [plan_of(verifier_on(where, kind, dtype), folder / where, **changes) for where in (device, "cpu")]
+    return [Trainer.fresh(plan) for plan in plans]
 
 
 def _same_step(device: str, folder: Path, kind: str = "llama", **changes: object) -> None:
@@ -50,18 +50,15 @@ def _same_step(device: str, folder: Path, kind: str = "llama", **changes: object
     assert metrics[0].slots.tolist() == metrics[1].slots.tolist() and int(metrics[1].slots.sum()) > 0
     for (name, ours), right in zip(found.draft.named_parameters(), wanted.draft.parameters(), strict=True):
         assert ours.grad is not None and right.grad is not None, name
-        assert ours.grad.device == found.verifier.device, name
+        assert ours.grad.device == found.plan.verifier.device, name
         require_close(ours.grad, right.grad)
 
 
 def _half_precision_step(device: str, folder: Path, method: str) -> None:
     """In bfloat16 under autocast, loss and gradients are near those of float32."""
-    found = trainer_of(verifier_on(device, dtype=torch.bfloat16), folder, speculator_type=method)
-    wanted = trainer_of(verifier_on("cpu"), folder, speculator_type=method)
-    losses = []
-    for trainer in (found, wanted):
-        trainer.create()
-        losses.append(trainer._gradients(0)[0])
+    found = Trainer.fresh(plan_of(verifier_on(device, dtype=torch.bfloat16), folder, speculator_type=method))
+    wanted = Trainer.fresh(plan_of(verifier_on("cpu"), folder, speculator_type=method))
+    losses = [trainer._gradients(0)[0] for trainer in (found, wanted)]
     assert abs(losses[0] - losses[1]) < 0.1 * losses[1], losses
     gradients = [torch.cat([p.grad.flatten().cpu() for p in t.draft.parameters()]) for t in (found, wanted)]
     assert torch.cosine_similarity(*gradients, dim=0) > 0.9
@@ -90,19 +87,18 @@ def _weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
 
 def _whole_run(device: str, folder: Path, **changes: object) -> None:
     """A run trains, validates, saves, and what it saves loads on the device and on the CPU as the same draft."""
-    trainer = trainer_of(verifier_on(device), folder, **changes)
-    trainer.prepare()
+    trainer = Trainer.prepare(plan_of(verifier_on(device), folder, **changes))
     summary = trainer.run()
     assert summary["best_acceptance_length"] >= 1 and (folder / "run" / BEST).is_dir()
     drafts = [load_draft(folder / "run" / LAST, verifier_on(where), torch.float32)[0] for where in (device, "cpu")]
     for (name, found), wanted in zip(drafts[0].state_dict().items(), drafts[1].state_dict().values(), strict=True):
         assert torch.equal(found.cpu(), wanted), name
-    assert drafts[0].norm.weight.device == trainer.verifier.device
+    assert drafts[0].norm.weight.device == trainer.plan.verifier.device
 
 
-def _stopped(trainer: Trainer) -> None:
+def _stopped(plan: TrainingPlan) -> None:
     """Leave a run's state as a signal after the first step leaves it."""
-    trainer.prepare()
+    trainer = Trainer.prepare(plan)
     trainer._update(0, trainer._factor(0))
     trainer.progress.step = 1
     trainer._save_state()
@@ -110,18 +106,15 @@ def _stopped(trainer: Trainer) -> None:
 
 def _resumes(device: str, folder: Path, optimizer: str) -> None:
     """A stopped run ends with the bits of one that was not; its state does not depend on where it was computed."""
-    whole = trainer_of(verifier_on(device), folder / "whole", optimizer=optimizer)
-    whole.prepare()
-    whole.run()
+    Trainer.prepare(plan_of(verifier_on(device), folder / "whole", optimizer=optimizer)).run()
     ended = {}
     for name, (first, then) in {
         "same": (device, device),
         "to CPU": (device, "cpu"),
         "from CPU": ("cpu", device),
     }.items():
-        _stopped(trainer_of(verifier_on(first), folder / name, optimizer=optimizer))
-        trainer = trainer_of(verifier_on(then), folder / name, optimizer=optimizer)
-        trainer.prepare()
+        _stopped(plan_of(verifier_on(first), folder / name, optimizer=optimizer))
+        trainer = Trainer.prepare(plan_of(verifier_on(then), folder / name, optimizer=optimizer))
         assert trainer.progress.step == 1
         trainer.run()
         ended[name] = _weights(folder / name, LAST)
@@ -136,17 +129,17 @@ def _resumes(device: str, folder: Path, optimizer: str) -> None:
 def _states_on_disk(device: str, folder: Path) -> None:
     """Hidden states are written and read back as they are; the CPU reads them, too."""
     common = {"hidden_states_path": folder / "states", "loss_fn": "kl", "states_memory_gib": 0.0}
-    trainer = trainer_of(verifier_on(device), folder / "a", **common)
-    trainer.prepare()
-    made = trainer.states.provider._maker.get(trainer.examples)  # type: ignore[attr-defined]
-    read = trainer.states.get(range(len(trainer.examples)))
+    plan = plan_of(verifier_on(device), folder / "a", **common)
+    trainer = Trainer.prepare(plan)
+    made = plan.states.provider._maker.get(plan.examples)  # type: ignore[attr-defined]
+    read = plan.states.get(range(len(plan.examples)))
     for ours, right in zip(read, made, strict=True):
         for name in ("taps", "greedy", "final"):
-            assert getattr(ours, name).device == trainer.verifier.device
+            assert getattr(ours, name).device == trainer.plan.verifier.device
             require_close(getattr(ours, name), getattr(right, name).cpu())
     trainer.run()
-    again = trainer_of(verifier_on("cpu"), folder / "b", **common, on_missing="raise")
-    again.prepare()
+    again = plan_of(verifier_on("cpu"), folder / "b", **common, on_missing="raise")
+    Trainer.prepare(again)
     for ours, right in zip(again.states.get(range(4)), read, strict=False):
         assert torch.equal(ours.taps, right.taps.cpu())
 

@@ -28,7 +28,7 @@ from blockdraft.serving.launcher import engine_environment, speculative_config
 from blockdraft.serving.offline import DETAILED, Decoded, Request, decode
 from blockdraft.serving.parity import Finding, blocks_of, compare_counters, compare_reply
 from blockdraft.settings import SamplingSettings, TrainSettings
-from blockdraft.training.trainer import BEST
+from blockdraft.training.run_folder import BEST
 from blockdraft.verifiers.causal import CausalVerifier
 from blockdraft.verifiers.loading import save_folder
 from conftest import contract_of, own_replies, tiny_config, tiny_draft, tiny_tokenizer

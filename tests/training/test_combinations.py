@@ -17,6 +17,7 @@ from blockdraft.decoding.one_pass import one_pass_acceptance
 from blockdraft.records import Example
 from blockdraft.settings import SamplingSettings, TrainSettings
 from blockdraft.training.hidden_states import TrainingStates
+from blockdraft.training.plan import TrainingPlan
 from blockdraft.training.trainer import Trainer
 from blockdraft.verifiers.causal import CausalVerifier
 from conftest import random_example
@@ -68,13 +69,12 @@ class Stage:
 
     def trainer(self, settings: TrainSettings) -> Trainer:
         """A trainer whose hidden states are made once for all combinations."""
-        trainer = Trainer(settings, self.verifier, EXAMPLES)
-        needs = int(trainer.objective.needs_teacher)
+        plan = TrainingPlan(settings, self.verifier, EXAMPLES)
+        needs = int(plan.objective.needs_teacher)
         if needs in self.states:
-            trainer = Trainer(settings, self.verifier, EXAMPLES, self.states[needs])
-        self.states[needs] = trainer.states
-        trainer.create()
-        return trainer
+            plan = TrainingPlan(settings, self.verifier, EXAMPLES, self.states[needs])
+        self.states[needs] = plan.states
+        return Trainer.fresh(plan)
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def test_a_combination_trains_decodes_saves_and_reloads(
     assert not still
 
     folder = tmp_path / "draft"
-    save_draft(folder, trainer.draft, trainer.contract, torch.float32, {})
+    save_draft(folder, trainer.draft, trainer.plan.contract, torch.float32, {})
     draft, contract = load_draft(folder, stage.verifier, torch.float32)
     assert draft.config.method == contract.draft.method
     save_draft(tmp_path / "again", draft, contract, torch.float32, {})

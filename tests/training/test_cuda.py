@@ -18,6 +18,7 @@ from blockdraft.ops.anchors import choose_anchors
 from blockdraft.ops.attention import plain_attention, training_attention
 from blockdraft.records import Example
 from blockdraft.settings import SamplingSettings, TrainSettings
+from blockdraft.training.plan import TrainingPlan
 from blockdraft.training.trainer import Trainer
 from blockdraft.verifiers.causal import CausalVerifier
 from conftest import random_example
@@ -53,8 +54,7 @@ def test_a_compiled_run_trains_and_its_draft_is_lossless(
         mask_token_id=100, block_size=4, compile="on",
     )  # fmt: skip
     examples = [random_example(24 + i % 5, 6 + i % 3, i) for i in range(12)]
-    trainer = Trainer(settings, verifier, examples)
-    trainer.prepare()
+    trainer = Trainer.prepare(TrainingPlan(settings, verifier, examples))
     trainer.run()
     prompts = [example.input_ids[:10] for example in examples[:4]]
     sampling = SamplingSettings(max_new_tokens=20, ignore_eos=True)

@@ -19,7 +19,9 @@ from blockdraft.settings import TrainSettings
 from blockdraft.training import hidden_state_files
 from blockdraft.training.hidden_state_files import HiddenStateFiles
 from blockdraft.training.hidden_states import InProcess
-from blockdraft.training.trainer import LAST, Trainer
+from blockdraft.training.plan import TrainingPlan
+from blockdraft.training.run_folder import LAST
+from blockdraft.training.trainer import Trainer
 from blockdraft.verifiers.base import Verifier
 from conftest import random_example, tiny_encoder_decoder, tiny_verifier_of
 
@@ -49,9 +51,7 @@ def settings_of(folder: Path, name: str, **changes: object) -> TrainSettings:
 
 
 def trained(settings: TrainSettings, verifier: Verifier, examples: Sequence[Example]) -> bytes:
-    trainer = Trainer(settings, verifier, examples)
-    trainer.prepare()
-    trainer.run()
+    Trainer.prepare(TrainingPlan(settings, verifier, examples)).run()
     return (settings.save_path / LAST / "model.safetensors").read_bytes()
 
 
@@ -160,10 +160,10 @@ def test_examples_without_states(verifiers: dict[str, Verifier], tmp_path: Path,
     HiddenStateFiles(folder, maker).prepare([d for i, d in enumerate(EXAMPLES) if i not in (3, 8)])
     asked = {"hidden_states_path": folder}
     with pytest.raises(InputError, match=r"lacks 2 of 20 examples .*the first: doc3.*blockdraft states"):
-        Trainer(settings_of(tmp_path, "r", **asked, on_missing="raise"), verifier, EXAMPLES)
+        TrainingPlan(settings_of(tmp_path, "r", **asked, on_missing="raise"), verifier, EXAMPLES)
     for choice, named in (("skip", False), ("warn", True)):
-        trainer = Trainer(settings_of(tmp_path, "r", **asked, on_missing=choice), verifier, EXAMPLES)
-        assert {d.id for d in trainer.examples} == {d.id for d in EXAMPLES} - {"doc3", "doc8"}
+        plan = TrainingPlan(settings_of(tmp_path, "r", **asked, on_missing=choice), verifier, EXAMPLES)
+        assert {d.id for d in plan.examples} == {d.id for d in EXAMPLES} - {"doc3", "doc8"}
         text = said()
         assert "2 of 20 examples have none and are left out" in text and ("doc8" in text) == named
     with pytest.raises(InputError, match="lacks 20 of 20"):

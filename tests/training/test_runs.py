@@ -25,9 +25,11 @@ from blockdraft.settings import TrainSettings
 from blockdraft.training.hidden_state_files import HiddenStateFiles
 from blockdraft.training.hidden_states import InProcess
 from blockdraft.training.history import SUMMARY, Progress, Validation
+from blockdraft.training.plan import TrainingPlan
 from blockdraft.training.resume import ResumeState, ResumeStates
+from blockdraft.training.run_folder import BEST, LAST, RECORD, STATES, RunFolder
 from blockdraft.training.step import row_loss
-from blockdraft.training.trainer import BEST, LAST, RECORD, STATES, Trainer
+from blockdraft.training.trainer import Trainer
 from blockdraft.verifiers.causal import CausalVerifier
 from blockdraft.verifiers.loading import load_verifier, save_folder
 from conftest import call, own_replies, random_example, tiny_verifier_of
@@ -44,9 +46,7 @@ def settings_of(folder: Path, **changes: object) -> TrainSettings:
 
 
 def prepared(settings: TrainSettings, verifier: CausalVerifier) -> Trainer:
-    trainer = Trainer(settings, verifier, EXAMPLES)
-    trainer.prepare()
-    return trainer
+    return Trainer.prepare(TrainingPlan(settings, verifier, EXAMPLES))
 
 
 def weights(folder: Path) -> bytes:
@@ -151,7 +151,7 @@ def test_a_state_of_another_draft_is_one_line(tiny_verifier: CausalVerifier, tmp
     trainer = prepared(settings_of(tmp_path), tiny_verifier)
     trainer.progress.step = 1
     state = trainer.draft.state_dict()
-    trainer._saved.save(
+    trainer.folder.resume_states.save(
         ResumeState({**state, "norm.weight": torch.ones(7)}, trainer.optimizers.state_dict(), trainer.progress)
     )
     with pytest.raises(InputError, match=r"its training states do not fit the draft .* start again with --restart"):
@@ -208,8 +208,8 @@ def test_a_folder_that_does_not_say_what_it_holds_is_rejected(
 @pytest.mark.parametrize("name", ["a/../../x", "..", "/tmp/x", "", "."])
 def test_a_run_name_stays_inside(tiny_verifier: CausalVerifier, tmp_path: Path, name: str) -> None:
     with pytest.raises(InputError, match="--run-name"):
-        Trainer(settings_of(tmp_path, run_name=name), tiny_verifier, EXAMPLES)
-    Trainer(settings_of(tmp_path, run_name="group/first"), tiny_verifier, EXAMPLES)
+        TrainingPlan(settings_of(tmp_path, run_name=name), tiny_verifier, EXAMPLES)
+    TrainingPlan(settings_of(tmp_path, run_name="group/first"), tiny_verifier, EXAMPLES)
     assert not list(tmp_path.iterdir())
 
 
@@ -239,11 +239,11 @@ def test_the_gradient_of_a_step_is_that_of_all_its_rows_at_once(
 ) -> None:
     """One row that holds the examples of all rows, with the same anchors."""
     settings = settings_of(tmp_path, grad_accum=accum, epochs=1.0, total_seq_len=60, **OBJECTIVES[kind])
-    trainer = Trainer(settings, exact_verifier, EXAMPLES)
-    trainer.create()
+    plan = TrainingPlan(settings, exact_verifier, EXAMPLES)
+    trainer = Trainer.fresh(plan)
     trainer.draft.double()
-    rows = [trainer._row(index) for index in trainer._rows_of(0)]
-    assert len(rows) == min(accum, len(trainer.rows)) > 1
+    rows = [plan.draw(number) for number in plan.rows_of(0)]
+    assert len(rows) == min(accum, len(plan.rows)) > 1
     sizes = [int(row.blocks.ends.numel()) for row in rows]
     assert len(set(sizes)) > 1 or len({int((r.blocks.ends - r.blocks.anchors).sum()) for r in rows}) > 1
     loss, metrics = trainer._gradients(0)
@@ -259,8 +259,8 @@ def test_the_gradient_of_a_step_is_that_of_all_its_rows_at_once(
     blocks = dataclasses.replace(rows[0].blocks, **together)
     trainer.draft.zero_grad()
     outcome = row_loss(
-        trainer.draft, pack_row([trainer.train[index] for index in indices]), trainer.states.get(indices), blocks,
-        trainer.objective.at(0.0), whole_head_VE=exact_verifier.head_VE,
+        trainer.draft, pack_row([plan.train[index] for index in indices]), plan.states.get(indices), blocks,
+        plan.objective.at(0.0), whole_head_VE=exact_verifier.head_VE,
     )  # fmt: skip
     outcome.loss.backward()
     assert loss == pytest.approx(float(outcome.loss.detach()), rel=1e-6)
@@ -277,18 +277,18 @@ def test_the_last_step_takes_the_rows_that_are_left(
 ) -> None:
     examples = [random_example(24, 6, i) for i in range(15)]
     settings = settings_of(tmp_path, grad_accum=accum, epochs=1.0, total_seq_len=24, train_data_ratio=0.85)
-    trainer = Trainer(settings, tiny_verifier, examples)
-    trainer.rows = [[index % len(trainer.train)] for index in range(13)]
-    trainer.total_steps = -(-13 // accum)
+    plan = TrainingPlan(settings, tiny_verifier, examples)
+    plan.rows = [[index % len(plan.train)] for index in range(13)]
+    plan.total_steps = -(-13 // accum)
     seen: list[int] = []
-    original = Trainer._row
-    monkeypatch.setattr(Trainer, "_row", lambda self, index: seen.append(index) or original(self, index))
-    trainer.create()
-    for step in range(trainer.total_steps):
+    original = TrainingPlan.draw
+    monkeypatch.setattr(TrainingPlan, "draw", lambda self, number: seen.append(number) or original(self, number))
+    trainer = Trainer.fresh(plan)
+    for step in range(plan.total_steps):
         trainer._update(step, 1.0)
-    assert trainer.total_steps == steps and seen == list(range(13))
-    plan = Trainer(settings, tiny_verifier, examples)
-    assert plan.total_steps == -(-len(plan.rows) // accum)
+    assert plan.total_steps == steps and seen == list(range(13))
+    whole = TrainingPlan(settings, tiny_verifier, examples)
+    assert whole.total_steps == -(-len(whole.rows) // accum)
 
 
 # --- a second process, and disks --------------------------------------------------------------------------------
@@ -451,10 +451,9 @@ def test_a_run_killed_before_its_summary_only_ends(workshop: Path, tmp_path: Pat
     wanted = prepared(settings, verifier).run()
     (tmp_path / "run" / SUMMARY).unlink()
     shutil.rmtree(tmp_path / "run" / LAST)
-    trainer = Trainer(settings, verifier, EXAMPLES)
-    assert trainer.finished() is None
-    trainer.prepare()
-    assert trainer.run() == wanted and trainer.finished() == wanted
+    plan = TrainingPlan(settings, verifier, EXAMPLES)
+    assert RunFolder(plan).finished() is None
+    assert Trainer.prepare(plan).run() == wanted and RunFolder(plan).finished() == wanted
 
 
 def test_kills_and_a_resume_give_the_same_bits(

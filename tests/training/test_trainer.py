@@ -23,10 +23,12 @@ from blockdraft.settings import TrainSettings
 from blockdraft.training import trainer as module
 from blockdraft.training.creation import draft_config, resolve_mask_token, spread_taps
 from blockdraft.training.hidden_states import InProcess
+from blockdraft.training.plan import TrainingPlan
+from blockdraft.training.run_folder import BEST, LAST, STATES
 from blockdraft.training.schedules import learning_rate_factor
 from blockdraft.training.split import split_examples
 from blockdraft.training.step import block_targets
-from blockdraft.training.trainer import BEST, LAST, STATES, Trainer
+from blockdraft.training.trainer import Trainer
 from blockdraft.verifiers.causal import CausalVerifier
 from conftest import random_example, tiny_verifier_of
 
@@ -51,9 +53,7 @@ def settings_of(folder: Path, **changes: object) -> TrainSettings:
 
 
 def trained(settings: TrainSettings, verifier: CausalVerifier, examples=EXAMPLES) -> dict:
-    trainer = Trainer(settings, verifier, examples)
-    trainer.prepare()
-    return trainer.run()
+    return Trainer.prepare(TrainingPlan(settings, verifier, examples)).run()
 
 
 def weights(folder: Path, name: str = LAST) -> bytes:
@@ -100,7 +100,7 @@ def test_a_killed_run_resumes_to_the_same_bits(
     original, seen = Trainer._update, []
 
     def update(self: Trainer, step: int, factor: float):
-        seen.append([self.rows[i] for i in self._rows_of(step)])
+        seen.append([self.plan.rows[i] for i in self.plan.rows_of(step)])
         if len(seen) == 2:
             os.kill(os.getpid(), signal.SIGTERM)
         return original(self, step, factor)
@@ -111,7 +111,7 @@ def test_a_killed_run_resumes_to_the_same_bits(
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     summary = trained(settings_of(tmp_path / "killed", **common), tiny_verifier)
     assert weights(tmp_path / "whole") == weights(tmp_path / "killed")
-    plan = Trainer(settings_of(tmp_path / "whole", **common), tiny_verifier, EXAMPLES).rows
+    plan = TrainingPlan(settings_of(tmp_path / "whole", **common), tiny_verifier, EXAMPLES).rows
     assert [row for step in seen for row in step] == plan and summary["steps"] == -(-len(plan) // 2)
 
 
@@ -154,7 +154,7 @@ def test_states_not_kept_in_memory_train_the_same(tiny_verifier: CausalVerifier,
 def test_other_settings_do_not_continue_a_run(tiny_verifier: CausalVerifier, tmp_path: Path) -> None:
     trained(settings_of(tmp_path), tiny_verifier)
     with pytest.raises(InputError, match=r"was made with lr 0\.002, now asked for 0\.001"):
-        Trainer(settings_of(tmp_path, lr=0.001), tiny_verifier, EXAMPLES).prepare()
+        Trainer.prepare(TrainingPlan(settings_of(tmp_path, lr=0.001), tiny_verifier, EXAMPLES))
 
 
 def test_best_is_the_peak_of_real_acceptance(
@@ -176,8 +176,7 @@ def test_best_is_the_peak_of_real_acceptance(
 def test_nan_stops_the_run_and_names_where(
     tiny_verifier: CausalVerifier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = Trainer(settings_of(tmp_path), tiny_verifier, EXAMPLES)
-    trainer.prepare()
+    trainer = Trainer.prepare(TrainingPlan(settings_of(tmp_path), tiny_verifier, EXAMPLES))
     with torch.no_grad():
         trainer.draft.layers[0].mlp.up_proj.weight[0, 0] = torch.nan
     with pytest.raises(BlockdraftError, match=r"step 1: the gradient of .* is not finite; examples \['doc"):
@@ -205,8 +204,7 @@ def test_tensorboard_receives_the_curves(tiny_verifier: CausalVerifier, tmp_path
 
 
 def test_a_reduced_vocabulary_logs_its_coverage(tiny_verifier: CausalVerifier, tmp_path: Path) -> None:
-    trainer = Trainer(settings_of(tmp_path, draft_vocab_size=20), tiny_verifier, EXAMPLES)
-    trainer.create()
+    trainer = Trainer.fresh(TrainingPlan(settings_of(tmp_path, draft_vocab_size=20), tiny_verifier, EXAMPLES))
     _, metrics = trainer._update(0, 1.0)
     figures = metrics.figures()
     assert 0 < figures["coverage"] < 1
@@ -217,8 +215,7 @@ def test_a_reduced_vocabulary_logs_its_coverage(tiny_verifier: CausalVerifier, t
 def test_compiled_layers_compute_the_same(tiny_verifier: CausalVerifier, tmp_path: Path) -> None:
     losses = {}
     for compiled in ("on", "off"):
-        trainer = Trainer(settings_of(tmp_path, compile=compiled), tiny_verifier, EXAMPLES)
-        trainer.create()
+        trainer = Trainer.fresh(TrainingPlan(settings_of(tmp_path, compile=compiled), tiny_verifier, EXAMPLES))
         losses[compiled] = [trainer._update(step, 1.0)[0] for step in range(2)]
         assert "layers.0.mlp.up_proj.weight" in trainer.draft.state_dict()
     assert losses["on"] == pytest.approx(losses["off"], rel=1e-4)
@@ -245,7 +242,7 @@ def test_bad_choices_are_refused_by_name(
     tiny_verifier: CausalVerifier, tmp_path: Path, changes: dict, says: str
 ) -> None:
     with pytest.raises(InputError, match=says):
-        Trainer(settings_of(tmp_path, **changes), tiny_verifier, EXAMPLES)
+        TrainingPlan(settings_of(tmp_path, **changes), tiny_verifier, EXAMPLES)
     assert not list(tmp_path.iterdir())
 
 

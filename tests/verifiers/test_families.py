@@ -15,6 +15,7 @@ from blockdraft.decoding.one_pass import one_pass_acceptance
 from blockdraft.errors import InputError
 from blockdraft.records import Example
 from blockdraft.settings import SamplingSettings, TrainSettings
+from blockdraft.training.plan import TrainingPlan
 from blockdraft.training.trainer import Trainer
 from blockdraft.verifiers import proof
 from blockdraft.verifiers.base import Verifier
@@ -95,8 +96,7 @@ def trained(verifier: Verifier, folder: Path) -> Trainer:
         dtype="float32", data_path=folder, save_path=folder / "draft", logger="none", epochs=1.0, total_seq_len=80,
         max_anchors=8, block_size=4, mask_token_id=MASK, num_layers=1, num_taps=2,
     )  # fmt: skip
-    trainer = Trainer(settings, verifier, [random_example(24 + i % 5, 6, i) for i in range(4)])
-    trainer.create()
+    trainer = Trainer.fresh(TrainingPlan(settings, verifier, [random_example(24 + i % 5, 6, i) for i in range(4)]))
     loss, _ = trainer._update(0, 1.0)
     assert loss > 0
     return trainer

@@ -43,7 +43,9 @@ from blockdraft.settings import (
 )
 from blockdraft.training.creation import free_control_tokens
 from blockdraft.training.history import read_summary
-from blockdraft.training.trainer import LAST, Trainer
+from blockdraft.training.plan import TrainingPlan
+from blockdraft.training.run_folder import LAST
+from blockdraft.training.trainer import Trainer
 from blockdraft.typed import checked
 from blockdraft.verifiers.base import Verifier
 from blockdraft.verifiers.hub import is_gguf, require_hub_id
@@ -212,10 +214,9 @@ def _train(run: Run, verifier: _Lazy) -> Path:
     examples, states = read_examples(run.data, "--save-path"), None
     base = _train_settings(run, verifier(), examples)
     if not run.plan.is_file():
-        trainer = Trainer(dataclasses.replace(base, train_data_ratio=TRAIN_SHARE), verifier(), examples)
-        trainer.create()
-        seconds, states = trainer.seconds_per_step(), trainer.states
-        epochs = max(0.01, round(run.settings.minutes * 60 / seconds / trainer.steps_per_epoch, 2))
+        plan = TrainingPlan(dataclasses.replace(base, train_data_ratio=TRAIN_SHARE), verifier(), examples)
+        seconds, states = Trainer.fresh(plan).seconds_per_step(), plan.states
+        epochs = max(0.01, round(run.settings.minutes * 60 / seconds / plan.steps_per_epoch, 2))
         write_json(run.plan, {"seconds_per_step": seconds, "epochs": epochs})
         say(f"      {seconds:.2f} s a step: {epochs:g} epochs in {run.settings.minutes:g} minutes")
     settings = dataclasses.replace(base, epochs=planned_epochs(run.plan))

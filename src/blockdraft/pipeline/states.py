@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from blockdraft.pipeline.train import trainer_of
+from blockdraft.pipeline.train import plan_of
 from blockdraft.settings import StatesSettings
 from blockdraft.training.hidden_state_files import HiddenStateFiles
 
 
 def states(settings: StatesSettings) -> dict[str, Any]:
     """Fill a folder with the states of all examples; a killed run goes on where it was."""
-    trainer = trainer_of(dataclasses.replace(settings, on_missing="generate", on_generate="cache"))
-    files, examples = trainer.states.provider, trainer.examples
+    plan = plan_of(dataclasses.replace(settings, on_missing="generate", on_generate="cache"))
+    files, examples = plan.states.provider, plan.examples
     assert isinstance(files, HiddenStateFiles)
     missing = len(files.missing(examples))
     result = {

@@ -14,6 +14,8 @@ from blockdraft.pipeline.prepare import chat_mode
 from blockdraft.progress import say, warn
 from blockdraft.settings import TrainSettings, resolved
 from blockdraft.training.hidden_states import TrainingStates
+from blockdraft.training.plan import TrainingPlan
+from blockdraft.training.run_folder import RunFolder
 from blockdraft.training.trainer import Trainer
 from blockdraft.verifiers.base import Verifier
 from blockdraft.vllm_plugin.support import served_by_engine
@@ -32,36 +34,35 @@ def train(
     if settings.log_dir is not None and settings.logger != "none":
         require_writable(settings.log_dir, "--log-dir")
     if settings.dry_run:
-        trainer = _trainer(settings, verifier, states)
-        return {"dry_run": True, "steps": trainer.total_steps, "settings": resolved(settings)}
+        plan = _plan(settings, verifier, states)
+        return {"dry_run": True, "steps": plan.total_steps, "settings": resolved(settings)}
     with locked(settings.save_path, "--save-path"):
-        trainer = _trainer(settings, verifier, states)
-        summary = trainer.finished()
+        plan = _plan(settings, verifier, states)
+        summary = RunFolder(plan).finished()
         if summary is not None:
             say(f"{settings.save_path}: this run is finished ({summary['steps']} steps); --restart starts it again")
             return summary
-        trainer.prepare()
-        return trainer.run()
+        return Trainer.prepare(plan).run()
 
 
-def _trainer(settings: TrainSettings, verifier: Verifier | None, states: TrainingStates | None) -> Trainer:
-    """A trainer, with a word where its draft cannot be served."""
-    trainer = trainer_of(settings, verifier, states)
-    served = served_by_engine(trainer.contract, trainer.contract.verifier.name)
+def _plan(settings: TrainSettings, verifier: Verifier | None, states: TrainingStates | None) -> TrainingPlan:
+    """A plan, with a word where its draft cannot be served."""
+    plan = plan_of(settings, verifier, states)
+    served = served_by_engine(plan.contract, plan.contract.verifier.name)
     if not served.startswith("yes"):
         warn(f"warning: this draft cannot be served by vLLM ({served.removeprefix('no: ')})")
-    return trainer
+    return plan
 
 
-def trainer_of(
+def plan_of(
     settings: TrainSettings, verifier: Verifier | None = None, states: TrainingStates | None = None
-) -> Trainer:
-    """A trainer on prepared data that belongs to the verifier; arguments as `train` has them."""
+) -> TrainingPlan:
+    """A plan of training on prepared data that belongs to the verifier; arguments as `train` has them."""
     examples = read_examples(settings.data_path, "--data-path")
     facts = read_record(settings.data_path, "--data-path")["facts"]
     verifier = verifier or verifier_of(settings)
     require_text_of(settings, verifier, facts, examples)
-    return Trainer(as_prepared(settings, facts), verifier, examples, states, chat_mode(facts))
+    return TrainingPlan(as_prepared(settings, facts), verifier, examples, states, chat_mode(facts))
 
 
 def as_prepared(settings: TrainSettings, facts: dict[str, Any]) -> TrainSettings:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
 from blockdraft.errors import InputError
+from blockdraft.losses.metrics import BlockMetrics
 from blockdraft.settings import TrainSettings
 
 
@@ -42,6 +45,25 @@ class NoLogger:
 
     def close(self) -> None:
         pass
+
+
+class LogWindow:
+    """Losses and metrics of the updates since the last line of the log."""
+
+    def __init__(self) -> None:
+        self._losses: list[float] = []
+        self._metrics: list[BlockMetrics] = []
+
+    def add(self, loss: float, metrics: BlockMetrics) -> None:
+        self._losses.append(loss)
+        self._metrics.append(metrics)
+
+    def taken(self) -> dict[str, float]:
+        """The figures of the window, at least one update long; the next one begins."""
+        metrics = functools.reduce(operator.add, self._metrics)
+        figures = {"loss": sum(self._losses) / len(self._losses), **metrics.figures()}
+        self._losses, self._metrics = [], []
+        return figures
 
 
 def log_folder(settings: TrainSettings) -> Path:

@@ -1,0 +1,134 @@
+"""What a run will do, before it does anything: settings, verifier and examples checked against each other.
+
+Which examples a row holds and which anchors are drawn follow from the seed and the number of the row alone, so that a
+run that was killed and resumed computes the same bits as one that was not.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from blockdraft.data.packing import PackedRow, pack_row, packed_order
+from blockdraft.data.templates import ChatMode
+from blockdraft.ops.anchors import Blocks, choose_anchors
+from blockdraft.records import Example, examples_digest
+from blockdraft.settings import TRAIN_DATA_RATIO, TrainSettings, identity
+from blockdraft.training.creation import draft_config, draft_vocabulary, make_contract, make_objective
+from blockdraft.training.hidden_state_files import HiddenStateFiles
+from blockdraft.training.hidden_states import HiddenStateProvider, InProcess, TrainingStates
+from blockdraft.training.loggers import log_folder
+from blockdraft.training.split import joined, split_examples
+from blockdraft.verifiers.base import Verifier
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnRow:
+    """A row of a step, with its anchors drawn.
+
+    Attributes:
+        indices: the examples that it holds.
+        generator: draws what else is drawn for the row.
+    """
+
+    indices: list[int]
+    packed: PackedRow
+    blocks: Blocks
+    generator: torch.Generator
+
+
+class TrainingPlan:
+    """Everything about a run that is known before hidden states are made. Nothing is written.
+
+    Args:
+        states: hidden states of another plan with the same data, split and taps, so that they are made once.
+        mode: what the chat template was told when the data were made; it goes with the checkpoint.
+
+    Attributes:
+        train, validation: the two sides of the split.
+        vocabulary: the verifier's ids that the draft can propose; None where it can propose all.
+        rows: example indices of every row of the whole run, in order.
+        states: hidden states of `examples`, not made yet.
+
+    Raises:
+        InputError: a setting that does not fit the verifier or the data.
+    """
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        verifier: Verifier,
+        examples: Sequence[Example],
+        states: TrainingStates | None = None,
+        mode: ChatMode | None = None,
+    ) -> None:
+        self.settings, self.verifier, self.mode = settings, verifier, mode or ChatMode()
+        self.log_folder = log_folder(settings)
+        self.objective = make_objective(settings, settings.speculator_type)
+        self.config = draft_config(settings, verifier, examples)
+        provider = states.provider if states else self._provider()
+        examples = provider.available(examples)
+        self.train, self.validation = split_examples(examples, settings.train_data_ratio or TRAIN_DATA_RATIO)
+        self.vocabulary = draft_vocabulary(self.config, self.train)
+        self.contract = make_contract(self.config, verifier, self.vocabulary)
+        self.rows = self._rows()
+        self.total_steps = math.ceil(len(self.rows) / settings.grad_accum)
+        self.states = states or TrainingStates(provider, self.examples, settings.states_memory_gib)
+
+    def _provider(self) -> HiddenStateProvider:
+        """Where hidden states come from."""
+        settings = self.settings
+        maker = InProcess(self.verifier, self.config.target_layer_ids, self.objective.needs_teacher)
+        if settings.hidden_states_path is None:
+            return maker
+        return HiddenStateFiles(settings.hidden_states_path, maker, settings.on_missing, settings.on_generate)
+
+    def _rows(self) -> list[list[int]]:
+        settings = self.settings
+        lengths = [len(example.input_ids) for example in self.train]
+        rows: list[list[int]] = []
+        for epoch in range(math.ceil(settings.epochs)):
+            epoch_rows = packed_order(lengths, settings.total_seq_len, settings.seed, epoch)
+            share = min(1.0, settings.epochs - epoch)
+            rows.extend(epoch_rows[: max(1, round(share * len(epoch_rows)))])
+        return rows
+
+    @property
+    def examples(self) -> Sequence[Example]:
+        """Those that train, and behind them those that validate."""
+        return joined(self.train, self.validation)
+
+    @property
+    def steps_per_epoch(self) -> float:
+        return self.total_steps / self.settings.epochs
+
+    @functools.cached_property
+    def facts(self) -> dict[str, Any]:
+        """Everything that determines the trained weights."""
+        # Where data and verifier lie does not matter; what they are does. A run may be resumed on another device.
+        contract = self.contract.to_dict()
+        del contract["verifier"]["name"]
+        return {
+            **identity(self.settings),
+            "contract": contract,
+            "data": examples_digest(itertools.chain(self.train, self.validation)),
+        }
+
+    def rows_of(self, step: int) -> range:
+        """Numbers of the rows of a step: `grad_accum` of them, or those that are left."""
+        accum = self.settings.grad_accum
+        return range(step * accum, min((step + 1) * accum, len(self.rows)))
+
+    def draw(self, number: int) -> DrawnRow:
+        """Pack a row and draw its anchors."""
+        indices = self.rows[number]
+        row = pack_row([self.train[example] for example in indices])
+        generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + number)
+        blocks = choose_anchors(row.loss_mask, row.lengths, self.settings.max_anchors, generator)
+        return DrawnRow(indices, row, blocks, generator)
