@@ -11,13 +11,17 @@ export OMP_WAIT_POLICY := PASSIVE
 # Side by side, each with one thread. A file's tests stay in one process, since they share servers; long files come first.
 PYTEST = $(BIN)/python -m pytest --numprocesses 2 --durations 25
 
-.PHONY: quickstart test test-exhaustive check docs setup serve-cpu clean
+.PHONY: quickstart test test-fast test-exhaustive check docs setup serve-cpu clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/blockdraft quickstart $(ARGS)
 
 test: $(VENV)/serve-ready check
 	$(PYTEST) --dist loadfile --no-loadscope-reorder
+
+# What needs neither vLLM nor a real model and is quick, for use while working.
+test-fast: $(VENV)/ready
+	$(PYTEST) -m "not (engine or real or asset or slow or exhaustive)"
 
 # The combinations of settings that `make test` leaves out.
 test-exhaustive: $(VENV)/ready
