@@ -108,6 +108,14 @@ def test_numbers_beyond_64_bits_are_the_clients_mistake(servers: Servers, field:
             assert 400 <= ask(http, "/v1/completions", body).status < 500
 
 
+def test_log_probabilities_of_chosen_tokens_are_rejected(servers: Servers) -> None:
+    """The engine has none beside a draft, and the server looked for them."""
+    body = {"prompt": USUAL[0], "max_tokens": 4, "temperature": 0, "logprobs": 1, "logprob_token_ids": [9]}
+    with httpx.Client(base_url=servers.drafted, timeout=300, trust_env=False) as http:
+        answer = ask(http, "/v1/completions", body)
+    assert answer.status == 400 and "logprob_token_ids is not supported" in answer.said
+
+
 def test_the_verifiers_generation_config_changes_nothing_that_we_ask(
     servers: Servers, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

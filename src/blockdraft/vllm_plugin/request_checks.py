@@ -79,6 +79,8 @@ def with_draft_checks(stock: Callable[..., None]) -> Callable[..., None]:
     def validate(parameters: Any, speculative_config: Any) -> None:
         stock(parameters, speculative_config)
         if speculative_config is not None and parameters.logprob_token_ids is not None:
-            raise ValueError("logprob_token_ids is not supported with speculative decoding")
+            from vllm.exceptions import VLLMValidationError  # any other error is a 500
+
+            raise VLLMValidationError("logprob_token_ids is not supported with speculative decoding")
 
     return validate
