@@ -31,7 +31,7 @@ COLUMNS = (
     "tokens/s draft",
     "ratio",
     "identical (float32)",
-    "identical / ties / faults (served dtype)",
+    "identical / ties / mismatches (served dtype)",
     "widest gap of a difference / bound measured",
 )
 

@@ -39,7 +39,7 @@ from blockdraft.settings import (  # noqa: E402
 METHODS = ("dflash", "dflare", "dspark")
 COLUMNS = (
     "method", "minutes of training", "K", "acceptance length", "in vLLM", "in vLLM, tokens behind an end counted",
-    "parity faults", "batch", "tokens/s without", "with the draft", "ratio", "identical",
+    "parity mismatches", "batch", "tokens/s without", "with the draft", "ratio", "identical",
 )  # fmt: skip
 
 
