@@ -90,7 +90,7 @@ def test_an_oracle_is_accepted_and_its_spoilt_tokens_are_not(tiny_verifier: Caus
     oracle = OracleDraft(tiny_verifier, plain)
     drafted = decode(tiny_verifier, oracle, 7, batch=1, prompts=prompts)
     assert [r.tokens for r in drafted] == [r.tokens for r in plain]
-    accepted = {r.accepted for reply in drafted for r in reply.rounds}
+    accepted = {r.delivered for reply in drafted for r in reply.rounds}
     assert max(accepted) == 7 and len(accepted) >= 4
 
 
@@ -127,8 +127,8 @@ def test_accepted_tokens_beyond_the_end_do_not_count(tiny_verifier: CausalVerifi
     oracle.calls = 0
     reply = decode(tiny_verifier, oracle, 7, batch=1, prompts=PROMPTS[1:2], max_new_tokens=4)[0]
     assert len(reply.tokens) == 4
-    assert sum(r.accepted for r in reply.rounds) + len(reply.rounds) >= 3
-    assert reply.rounds[0].accepted == 3  # seven would have been right, three were wanted
+    assert sum(r.delivered for r in reply.rounds) + len(reply.rounds) >= 3
+    assert reply.rounds[0].delivered == 3  # seven would have been right, three were wanted
 
 
 def test_prompt_limits(tiny_verifier: CausalVerifier) -> None:
@@ -165,7 +165,7 @@ def test_sampled_text_follows_the_verifier_by_chi_square(
     assert count > 50
     assert statistic < count + 4 * (2 * count) ** 0.5
     rounds = [r for reply in replies for r in reply.rounds]
-    assert least < sum(r.accepted > 0 for r in rounds) / len(rounds) < 0.95
+    assert least < sum(r.delivered > 0 for r in rounds) / len(rounds) < 0.95
 
 
 def test_sampling_follows_its_seed(tiny_verifier: CausalVerifier) -> None:
@@ -221,6 +221,6 @@ def test_compare_returns_both_ways_in_prompt_order(tiny_verifier: CausalVerifier
         2,
         done.append,
     )
-    assert [r.tokens for r in both.plain] == [r.tokens for r in both.drafted]
+    assert [r.tokens for r in both.plain] == [r.tokens for r in both.with_draft]
     assert [r.prompt for r in both.plain] == PROMPTS
     assert sum(done) == len(PROMPTS) and both.speedup > 0

@@ -26,7 +26,7 @@ def test_rounds_cover_a_reply_exactly(accepted: list[int]) -> None:
     position = first
     for r in rounds:
         assert r.anchor == position
-        position += r.accepted + 1
+        position += r.delivered + 1
     # The last round may end with the reply's last token accepted, without a bonus behind it.
     assert position in (last, last + 1)
 
@@ -36,7 +36,7 @@ def test_a_reply_of_one_token_takes_no_round() -> None:
 
 
 def test_rounds_are_equal_when_they_proposed_the_same_tokens() -> None:
-    assert Round(4, (7, 8), 1) == Round(4, (7, 8), 1, agreed=2)
+    assert Round(4, (7, 8), 1) == Round(4, (7, 8), 1, accepted=2)
     assert Round(4, (7, 8), 1) != Round(4, (7, 9), 1)
     assert Round(4, (7, 8), 1) != Round(4, (7, 8), 0)
 

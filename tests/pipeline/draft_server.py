@@ -31,13 +31,13 @@ def draft_server(verifier: Verifier, draft: BlockDraft, k: int, wrong: bool = Fa
         sampling = SamplingSettings(max_new_tokens=body["max_tokens"])
         with lock:
             (reply,) = DecodingEngine(verifier, draft, k, sampling).generate([body["prompt"]], 1)
-            agreed = [step.agreed or 0 for step in reply.rounds]
-            counters.update(drafts=len(agreed), proposed=k * len(agreed), accepted=sum(agreed))
+            accepted = [step.accepted or 0 for step in reply.rounds]
+            counters.update(drafts=len(accepted), proposed=k * len(accepted), accepted=sum(accepted))
         tokens = [*reply.tokens[:-1], reply.tokens[-1] ^ int(wrong)]
         return {
             "id": "cmpl-1",
             "choices": [{"token_ids": tokens}],
-            "metrics": {"speculative_decoding": {"per_step_accepted": agreed, "num_spec_tokens": k}},
+            "metrics": {"speculative_decoding": {"per_step_accepted": accepted, "num_spec_tokens": k}},
         }
 
     class Handler(BaseHTTPRequestHandler):

@@ -183,7 +183,7 @@ def served(requests: Sequence[Request]) -> list[Decoded]:
 def findings_of(
     answer: Decoded, checkpoint: Checkpoint, verifier: CausalVerifier, text: OwnText, k: int
 ) -> list[Finding]:
-    """Every block, agreed count and counter against the trainer's forward; the text is compared by the tests."""
+    """Every block, accepted count and counter against the trainer's forward; the text is compared by the tests."""
     found = compare_counters(answer.replies, answer.counters, k)
     for index, (prompt, reply) in enumerate(zip(text.prompts, answer.replies, strict=True)):
         example = Example.of_reply(str(index), prompt, reply.tokens, "length")

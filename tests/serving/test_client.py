@@ -88,7 +88,7 @@ def test_fields_of_vllm_go_out_and_come_back(monkeypatch: pytest.MonkeyPatch) ->
         EngineClient(url + "/v1/") as client,
     ):
         served = client.complete([1, 2], [9], max_tokens=4, top_k=7)
-        assert (served.request, served.tokens, served.agreed) == ("c", [5, 6], [2, 0])
+        assert (served.request, served.tokens, served.accepted) == ("c", [5, 6], [2, 0])
         assert client.num_speculative_tokens([1]) == 3
         assert (client.model, client.max_model_len) == ("m", 99)
     wanted = {"model": "m", "prompt": [1, 2], "max_tokens": 4, "top_k": 7, "stop_token_ids": [9], "min_p": 0.0,

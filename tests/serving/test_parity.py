@@ -29,10 +29,10 @@ def case(request: pytest.FixtureRequest, tiny_verifier: CausalVerifier):
     prompt = random_example(12, 11, 3).input_ids
     engine = DecodingEngine(tiny_verifier, draft, 4, SamplingSettings(max_new_tokens=24, ignore_eos=True))
     (reply,) = engine.generate([prompt], 1)
-    served = Served("r", reply.tokens, [step.agreed or 0 for step in reply.rounds])
+    served = Served("r", reply.tokens, [step.accepted or 0 for step in reply.rounds])
     example = Example.of_reply("0", prompt, reply.tokens, "length")
     proposals = example_proposals(tiny_verifier, draft, example, 4)
-    blocks = {step.anchor: list(step.drafted) for step in reply.rounds}
+    blocks = {step.anchor: list(step.tokens) for step in reply.rounds}
     return prompt, served, proposals, blocks, Pair(tiny_verifier, draft, contract_of(draft, tiny_verifier)), example
 
 
@@ -67,11 +67,11 @@ def test_a_block_that_is_missing_or_short_is_a_fault(case: tuple) -> None:
         assert (found.stage, found.position, found.tie) == ("proposed tokens", anchor, False)
 
 
-def test_a_wrong_count_of_agreed_tokens_is_a_fault(case: tuple) -> None:
+def test_a_wrong_count_of_accepted_tokens_is_a_fault(case: tuple) -> None:
     right = case[1]
-    for agreed in ([right.agreed[0] + 1, *right.agreed[1:]], right.agreed[:1]):
-        stages = {found.stage for found in check(case, dataclasses.replace(right, agreed=agreed))}
-        assert "agreed tokens" in stages
+    for accepted in ([right.accepted[0] + 1, *right.accepted[1:]], right.accepted[:1]):
+        stages = {found.stage for found in check(case, dataclasses.replace(right, accepted=accepted))}
+        assert "accepted tokens" in stages
 
 
 def test_counters_are_compared_with_the_requests() -> None:
@@ -81,9 +81,9 @@ def test_counters_are_compared_with_the_requests() -> None:
     assert [(f.stage, f.wanted, f.found) for f in found] == [("engine counters", "proposed 6", 7)]
 
 
-def test_tokens_beyond_the_end_are_agreed_and_not_delivered() -> None:
+def test_tokens_beyond_the_end_are_accepted_and_not_delivered() -> None:
     rounds = served_rounds(10, Served("r", [5, 6, 7, 8, 9], [1, 7]))
-    assert [(r.anchor, r.agreed, r.delivered) for r in rounds] == [(10, 1, 1), (12, 7, 2)]
+    assert [(r.anchor, r.accepted, r.delivered) for r in rounds] == [(10, 1, 1), (12, 7, 2)]
 
 
 def test_a_record_is_read_back_by_request(tmp_path) -> None:
@@ -119,9 +119,9 @@ def test_the_bound_of_half_precision_is_measured(case: tuple) -> None:
 def test_a_step_that_the_engine_only_padded_is_no_round() -> None:
     reply = Served("r", [5, 6, 7, 8, 9, 10], [0, 2, 1])
     blocks = dict.fromkeys((1, 4, 6), (3, 3, 3))
-    assert without_padding(1, reply, blocks).agreed == [2, 1]
+    assert without_padding(1, reply, blocks).accepted == [2, 1]
     again = Served("r", [5, 6, 7, 8, 9, 10], [0, 0, 0, 2, 1])
-    assert without_padding(1, again, blocks).agreed == [2, 1]
+    assert without_padding(1, again, blocks).accepted == [2, 1]
     right = Served("r", [5, 6, 7, 8, 9, 10], [0, 2, 0])
     assert without_padding(1, right, dict.fromkeys((1, 2, 5, 6), (3, 3, 3))) == right
     nonsense = Served("r", [5, 6, 7, 8, 9, 10], [0, 1, 1])

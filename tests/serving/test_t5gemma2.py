@@ -76,7 +76,7 @@ def wanted(everything: list[list[int]]) -> list[list[int]]:
 def findings_of(
     served: Decoded, small: SmallDraft, verifier: EncoderDecoderVerifier, plain: list[Reply], k: int
 ) -> list[Finding]:
-    """Every block, agreed count and counter against the trainer's forward over the engine's own text."""
+    """Every block, accepted count and counter against the trainer's forward over the engine's own text."""
     found = compare_counters(served.replies, served.counters, k)
     for index, (own, reply) in enumerate(zip(plain, served.replies, strict=False)):
         example = dataclasses.replace(own, tokens=reply.tokens).example(str(index))
@@ -148,8 +148,8 @@ def test_with_a_trained_draft(
         reply = without_padding(len(own.prompt), counted, blocks_of(counted, trained[0].blocks))
         engine = DecodingEngine(small_verifier, small.draft, 7, SamplingSettings(max_new_tokens=limit))
         (alone,) = engine.generate([own.source or []], 1)
-        found = [(step.anchor, step.agreed, step.delivered) for step in served_rounds(len(own.prompt), reply)]
-        assert found == [(step.anchor, step.agreed, step.accepted) for step in alone.rounds]
+        found = [(step.anchor, step.accepted, step.delivered) for step in served_rounds(len(own.prompt), reply)]
+        assert found == [(step.anchor, step.accepted, step.delivered) for step in alone.rounds]
 
 
 def test_random_drafts_are_served_as_trained(

@@ -151,9 +151,9 @@ def test_trained_drafts_are_accepted_as_the_reference_engine_accepts_them(
     for prompt, reply, limit in zip(one.text.prompts, one.answer.replies, LIMITS, strict=True):
         engine = DecodingEngine(verifier, one.checkpoint.draft, one.k, SamplingSettings(max_new_tokens=limit))
         (wanted,) = engine.generate([prompt], 1)
-        found = [(step.anchor, step.agreed, step.delivered) for step in served_rounds(len(prompt), reply)]
-        assert found == [(step.anchor, step.agreed, step.accepted) for step in wanted.rounds]
-        accepted += sum(step.accepted for step in wanted.rounds)
+        found = [(step.anchor, step.accepted, step.delivered) for step in served_rounds(len(prompt), reply)]
+        assert found == [(step.anchor, step.accepted, step.delivered) for step in wanted.rounds]
+        accepted += sum(step.delivered for step in wanted.rounds)
     assert accepted > 10  # else the test would only have seen rejections
 
 

@@ -86,7 +86,7 @@ def test_memorising_one_row_reaches_full_acceptance(
     (outcome,) = one_pass_acceptance(tiny_verifier, draft, [memo], [7])
     assert outcome.disagreements == 0
     rounds = outcome.rounds[7]
-    assert [r.accepted for r in rounds[:-1]] == [7] * (len(rounds) - 1)
+    assert [r.delivered for r in rounds[:-1]] == [7] * (len(rounds) - 1)
     assert AcceptanceCounts.of(rounds, 7).acceptance_length > 7
 
 

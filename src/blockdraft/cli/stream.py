@@ -45,10 +45,10 @@ def pieces(tokenizer: Any, reply: Reply, start: int) -> list[tuple[str, bool]]:
     """
     runs: list[tuple[int, bool]] = []
     for index in range(start, len(reply.tokens)):
-        if runs and runs[-1][1] == reply.drafted[index]:
+        if runs and runs[-1][1] == reply.from_draft[index]:
             runs[-1] = (index + 1, runs[-1][1])
         else:
-            runs.append((index + 1, reply.drafted[index]))
+            runs.append((index + 1, reply.from_draft[index]))
     texts = []
     before = tokenizer.decode(reply.tokens[:start], skip_special_tokens=True)
     for end, drafted in runs:

@@ -159,7 +159,7 @@ def show_parity(result: dict[str, Any]) -> None:
         f"{result['reply_tokens']} reply tokens, vLLM {result['engine']}",
         title_justify="left",
     )
-    for name in ("K", "engine", "text", "proposed tokens", "agreed tokens", "engine counters", "acceptance length"):
+    for name in ("K", "engine", "text", "proposed tokens", "accepted tokens", "engine counters", "acceptance length"):
         table.add_column(name, justify="left" if name == "engine" else "right")
     for k, found in result["k"].items():
         for engine, stages in found["stages"].items():

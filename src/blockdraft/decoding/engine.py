@@ -33,8 +33,8 @@ class Reply:
     Attributes:
         index: which prompt it answers.
         tokens: token ids of the reply, the end-of-turn id included if it came.
-        rounds: what each round proposed and how much of it was used; empty in plain decoding.
-        drafted: for each token, whether it was proposed by the draft.
+        rounds: what each round proposed and how much of it was delivered; empty in plain decoding.
+        from_draft: for each token, whether it was proposed by the draft.
         finish: "stop" (end of turn or a stop string), "length", or None while it is running.
         source: what the verifier's encoder reads; None where it has none.
     """
@@ -43,7 +43,7 @@ class Reply:
     prompt: list[int]
     limit: int
     tokens: list[int] = field(default_factory=list)
-    drafted: list[bool] = field(default_factory=list)
+    from_draft: list[bool] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
     finish: str | None = None
     source: list[int] | None = None
@@ -53,22 +53,22 @@ class Reply:
         """The text so far as an example."""
         return Example.of_reply(name, self.prompt, self.tokens, self.finish or "length", source_ids=self.source)
 
-    def take(self, proposed: Sequence[int] | None, agreed: int, bonus: int, stops: StopRules) -> None:
-        """Append the proposed tokens that the verifier agreed with and its own, up to where the reply ends.
+    def take(self, proposed: Sequence[int] | None, accepted: int, bonus: int, stops: StopRules) -> None:
+        """Append the proposed tokens that the verifier accepted and its own, up to where the reply ends.
 
         `proposed` is None where there is no draft: that is no round. A draft may propose nothing in a round.
         """
         anchor = len(self.prompt) + len(self.tokens) - 1
-        used = 0
-        for drafted, token in [*((True, token) for token in (proposed or ())[:agreed]), (False, bonus)]:
+        delivered = 0
+        for from_draft, token in [*((True, token) for token in (proposed or ())[:accepted]), (False, bonus)]:
             self.tokens.append(token)
-            self.drafted.append(drafted)
-            used += drafted
+            self.from_draft.append(from_draft)
+            delivered += from_draft
             self.finish = stops.reason(self.tokens, self.limit, self._window)
             if self.finish:
                 break
         if proposed is not None:
-            self.rounds.append(Round(anchor, tuple(proposed), used, agreed))
+            self.rounds.append(Round(anchor, tuple(proposed), delivered, accepted))
 
 
 @dataclass(slots=True)
@@ -240,11 +240,11 @@ class DecodingEngine:
         blocks: list[list[int] | None] = [None] * len(anchors_R)
         if proposal is not None:
             lengths = proposal.lengths.tolist()
-            blocks = [drafted[:length] for drafted, length in zip(proposed_RK.tolist(), lengths, strict=True)]
-        for reply, block, agreed, bonus in zip(
+            blocks = [tokens[:length] for tokens, length in zip(proposed_RK.tolist(), lengths, strict=True)]
+        for reply, block, accepted, bonus in zip(
             batch.replies, blocks, accepted_R.tolist(), bonus_R.tolist(), strict=True
         ):
-            reply.take(block, agreed, bonus, self.stops)
+            reply.take(block, accepted, bonus, self.stops)
 
     def _draft_probs(self, proposal: Proposal) -> Tensor | None:
         """What the proposed tokens were drawn from, over the verifier's vocabulary, [R, W, V]; None if not drawn."""

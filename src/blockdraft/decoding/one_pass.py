@@ -69,7 +69,7 @@ def example_proposals(verifier: Verifier, draft: BlockDraft, example: Example, k
     tokens = torch.tensor(example.input_ids, device=verifier.device)
     taps = verifier.states([tokens], draft.config.target_layer_ids, [example.source_ids])[0].taps
     blocks = _every_block(draft, example, taps, k, 0.0)
-    return dict(zip(blocks.anchors, blocks.drafted, strict=True))
+    return dict(zip(blocks.anchors, blocks.proposed, strict=True))
 
 
 def rounds_of_example(
@@ -88,7 +88,7 @@ def rounds_of_example(
         for start, end in example.targets:
             if end - start > 1:
                 part = slice(place[start], place[end - 2] + 1)
-                rounds[k] += walk_rounds(every.accepted[part], every.drafted[part], start, end - 1)
+                rounds[k] += walk_rounds(every.accepted[part], every.proposed[part], start, end - 1)
     return rounds
 
 
@@ -98,12 +98,12 @@ class _EveryBlock:
 
     Attributes:
         anchors: positions, ascending.
-        drafted: what is proposed at each.
+        proposed: what is proposed at each.
         accepted: how much of it is the verifier's own text.
     """
 
     anchors: list[int]
-    drafted: list[list[int]]
+    proposed: list[list[int]]
     accepted: list[int]
 
 

@@ -84,9 +84,9 @@ class SlotTargets:
     """Targets of the predicted slots of some blocks.
 
     Attributes:
-        ids_NK: the verifier's own token as a draft id; anything where `learnable_NK` is False.
+        ids_NK: the verifier's own token as a draft id; anything where `in_vocabulary_NK` is False.
         mask_NK: supervised slots. They count in metrics and in the normalization.
-        learnable_NK: supervised slots whose target the draft can say. A reduced vocabulary lacks some: such a slot has
+        in_vocabulary_NK: supervised slots whose target the draft can say. A reduced vocabulary lacks some: such a slot has
             no loss, since nothing could make it right, and counts as wrong.
         teacher: the verifier's distributions, for objectives that need more than its token.
         supervised: supervised slots of the whole step; None where it has no others than these.

@@ -38,7 +38,7 @@ def accept_sampled(
     """Accept or reject proposed tokens so that what is emitted follows the verifier's distribution.
 
     Args:
-        drafted_RW: K proposed ids a row.
+        proposed_RW: K proposed ids a row.
         draft_probs_RWV: what each was drawn from; None where they were chosen without chance, as the most likely are: a
             distribution with all its mass on one token, so that a token is accepted with the verifier's probability.
         verifier_probs_RXV: the verifier's distributions at the K + 1 positions.
@@ -73,32 +73,32 @@ class Round:
 
     Attributes:
         anchor: index of the anchor in the sequence.
-        drafted: the proposed tokens.
-        accepted: proposed tokens that became part of the reply. Tokens beyond the end of a reply do not count, though
-            the verifier may have agreed with them: nobody receives them.
-        agreed: proposed tokens that the verifier agreed with, those beyond the end included, as engines count; None
+        tokens: the proposed tokens.
+        delivered: how many of them became part of the reply. Tokens beyond the end of a reply do not count, though the
+            verifier may have accepted them: nobody receives them.
+        accepted: how many of them the verifier accepted, those beyond the end included, as engines count; None
             where only the reply is known.
     """
 
     anchor: int
-    drafted: tuple[int, ...]
-    accepted: int
-    agreed: int | None = field(default=None, compare=False)
+    tokens: tuple[int, ...]
+    delivered: int
+    accepted: int | None = field(default=None, compare=False)
 
     @property
     def proposed(self) -> int:
         """Number of proposed tokens."""
-        return len(self.drafted)
+        return len(self.tokens)
 
 
 def walk_rounds(
     accepted_at: Sequence[int], proposed_at: Sequence[Sequence[int]], first_anchor: int, last: int
 ) -> list[Round]:
-    """The rounds that decoding takes, given what would be drafted and how much of it accepted at each anchor.
+    """The rounds that decoding takes, given what would be proposed and how much of it accepted at each anchor.
 
     Args:
         accepted_at: accepted tokens by anchor; entry i belongs to anchor `first_anchor + i`.
-        drafted_at: proposed tokens by anchor.
+        proposed_at: proposed tokens by anchor.
         first_anchor: index of the first token of the reply, which the prefill gives without a draft.
         last: index of the last token of the reply.
     """
@@ -123,12 +123,12 @@ class AcceptanceCounts:
 
     @classmethod
     def of(cls, rounds: Sequence[Round], k: int) -> AcceptanceCounts:
-        """Count rounds that each proposed up to `num_proposed` tokens."""
+        """Count rounds that each proposed up to `k` tokens."""
         return cls(
             rounds=len(rounds),
             proposed=sum(r.proposed for r in rounds),
-            accepted=sum(r.accepted for r in rounds),
-            accepted_per_position=tuple(sum(r.accepted > i for r in rounds) for i in range(k)),
+            accepted=sum(r.delivered for r in rounds),
+            accepted_per_position=tuple(sum(r.delivered > i for r in rounds) for i in range(k)),
         )
 
     @property

@@ -70,7 +70,7 @@ def one_pass(pair: Pair, replies: Sequence[Reply], ks: Sequence[int], threshold:
 
 
 def proof_failures(
-    prompts: int, wrong: int, outcomes: Sequence[OnePass], drafted: Sequence[Reply], k: int, exact: bool
+    prompts: int, wrong: int, outcomes: Sequence[OnePass], with_draft: Sequence[Reply], k: int, exact: bool
 ) -> list[str]:
     """What a proof by decoding did not prove, a line each.
 
@@ -83,16 +83,16 @@ def proof_failures(
         lines.append(f"{wrong} of {prompts} replies with the draft are not the verifier's own")
     if not exact:
         return lines
-    if other := prompts - num_same_rounds(outcomes, drafted, k):
+    if other := prompts - num_same_rounds(outcomes, with_draft, k):
         lines.append(f"{other} of {prompts} replies took other rounds than one pass predicts")
     if foreign := sum(outcome.disagreements for outcome in outcomes):
         lines.append(f"{foreign} tokens decoded without the draft are not the most likely ones in one pass")
     return lines
 
 
-def num_same_rounds(outcomes: Sequence[OnePass], drafted: Sequence[Reply], k: int) -> int:
+def num_same_rounds(outcomes: Sequence[OnePass], with_draft: Sequence[Reply], k: int) -> int:
     """Replies whose rounds are those that one pass predicts."""
-    return sum(outcome.rounds[k] == reply.rounds for outcome, reply in zip(outcomes, drafted, strict=True))
+    return sum(outcome.rounds[k] == reply.rounds for outcome, reply in zip(outcomes, with_draft, strict=True))
 
 
 def counts_of(outcomes: Sequence[OnePass], k: int) -> AcceptanceCounts:
@@ -129,30 +129,30 @@ def prove_by_decoding(
     with progress(f"decoding both ways, K={k}", len(prompts)) as advance:
         both = compare(plain_engine, draft_engine, prompts, batch_size, advance)
     outcomes = one_pass(pair, both.plain, sorted({k, *ks}), threshold)
-    found = explained_differences(pair, both.plain, both.drafted)
+    found = explained_differences(pair, both.plain, both.with_draft)
     ties = sum(difference.is_tie for difference in found)
     exact = pair.verifier.dtype == torch.float32
-    decoded = AcceptanceCounts.of([r for reply in both.drafted for r in reply.rounds], k)
+    decoded = AcceptanceCounts.of([r for reply in both.with_draft for r in reply.rounds], k)
     return {
-        "failures": proof_failures(len(prompts), len(found) - ties, outcomes, both.drafted, k, exact),
+        "failures": proof_failures(len(prompts), len(found) - ties, outcomes, both.with_draft, k, exact),
         "batch_size": batch_size,
         "plain_tokens_per_second": both.plain_rate,
-        "draft_tokens_per_second": both.drafted_rate,
+        "draft_tokens_per_second": both.draft_rate,
         "speedup": both.speedup,
         "identical": len(prompts) - len(found),
         "ties": ties,
         "mismatches": len(found) - ties,
         "tie_bound": max((d.bound for d in found), default=0.0),
         "largest_gap": max((d.gap for d in found if d.gap is not None), default=0.0),
-        "same_rounds_as_one_pass": num_same_rounds(outcomes, both.drafted, k),
+        "same_rounds_as_one_pass": num_same_rounds(outcomes, both.with_draft, k),
         "acceptance_length": decoded.acceptance_length,
         "one_pass": {str(each): counts_json(counts_of(outcomes, each)) for each in sorted({k, *ks})},
     }
 
 
-def explained_differences(pair: Pair, plain: Sequence[Reply], drafted: Sequence[Reply]) -> list[Difference]:
+def explained_differences(pair: Pair, plain: Sequence[Reply], with_draft: Sequence[Reply]) -> list[Difference]:
     """Differences between two sets of replies, with float32 gaps; a float32 verifier is loaded only if needed."""
-    if all(a.tokens == b.tokens for a, b in zip(plain, drafted, strict=True)):
+    if all(a.tokens == b.tokens for a, b in zip(plain, with_draft, strict=True)):
         return []
     exact = pair.exact_verifier()
-    return differences(exact, plain, drafted, tie_bound(exact, pair.verifier, plain))
+    return differences(exact, plain, with_draft, tie_bound(exact, pair.verifier, plain))

@@ -100,7 +100,7 @@ def _on_server(settings: GenerateSettings, conversations: list[Messages], show: 
             reply = Reply(index, prompt, settings.max_new_tokens)
             for tokens in client.stream(prompt, stop_ids, **sampling):
                 reply.tokens += tokens
-                reply.drafted += [False] * len(tokens)
+                reply.from_draft += [False] * len(tokens)
                 if show:
                     show(tokenizer, reply)
             reply.finish = "length" if len(reply.tokens) >= reply.limit else "stop"

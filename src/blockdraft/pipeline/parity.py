@@ -161,9 +161,9 @@ class _Stage:
         with progress(f"reference engine, K={k}", len(self.prompts)) as advance:
             drafted = engine.generate(self.prompts, self.settings.max_num_seqs, on_done=advance)
         reference = [
-            Served(str(reply.index), reply.tokens, [step.agreed or 0 for step in reply.rounds]) for reply in drafted
+            Served(str(reply.index), reply.tokens, [step.accepted or 0 for step in reply.rounds]) for reply in drafted
         ]
-        own = [{step.anchor: list(step.drafted) for step in reply.rounds} for reply in drafted]
+        own = [{step.anchor: list(step.tokens) for step in reply.rounds} for reply in drafted]
         findings = self._judge("reference", reference, own, k)
         findings += compare_counters(served.replies, served.counters, k)
         blocks, replies = None, served.replies
@@ -174,7 +174,7 @@ class _Stage:
                 for own, reply, each in zip(self.plain, served.replies, blocks, strict=True)
             ]
         findings += self._judge("vllm", replies, blocks, k)
-        padding = sum(len(reply.agreed) for reply in served.replies) - sum(len(reply.agreed) for reply in replies)
+        padding = sum(len(reply.accepted) for reply in served.replies) - sum(len(reply.accepted) for reply in replies)
         return self._result(findings, reference, dataclasses.replace(served, replies=replies), padding, k)
 
     def _judge(self, engine: str, replies: list[Served], blocks: list[Blocks] | None, k: int) -> list[Finding]:
@@ -272,7 +272,7 @@ class _Stage:
                 }
                 for engine in ("reference", "vllm")
             },
-            "blocks": sum(len(reply.agreed) for reply in served.replies),
+            "blocks": sum(len(reply.accepted) for reply in served.replies),
             "blocks_recorded": bool(served.blocks),
             "acceptance_length": {
                 "reference": self._length(reference, k),

@@ -305,14 +305,14 @@ def _exactness(run: Run, checkpoint: Path, heldout: list, sampling: SamplingSett
     prompts = encode_all(pair.verifier, heldout, pair.mode)
     with progress("float32 proof", 2 * len(prompts)) as advance:
         plain = DecodingEngine(pair.verifier, None, 0, sampling).generate(prompts, 16, on_done=advance)
-        drafted = DecodingEngine(pair.verifier, pair.draft, EXACT_K, sampling).generate(prompts, 16, on_done=advance)
+        with_draft = DecodingEngine(pair.verifier, pair.draft, EXACT_K, sampling).generate(prompts, 16, on_done=advance)
     outcomes = one_pass(pair, plain, [EXACT_K])
-    identical = sum(a.tokens == b.tokens for a, b in zip(plain, drafted, strict=True))
+    identical = sum(a.tokens == b.tokens for a, b in zip(plain, with_draft, strict=True))
     return {
-        "failures": proof_failures(len(prompts), len(prompts) - identical, outcomes, drafted, EXACT_K, exact=True),
+        "failures": proof_failures(len(prompts), len(prompts) - identical, outcomes, with_draft, EXACT_K, exact=True),
         "identical": identical,
-        "same_rounds_as_one_pass": num_same_rounds(outcomes, drafted, EXACT_K),
+        "same_rounds_as_one_pass": num_same_rounds(outcomes, with_draft, EXACT_K),
         "acceptance_length": AcceptanceCounts.of(
-            [r for reply in drafted for r in reply.rounds], EXACT_K
+            [r for reply in with_draft for r in reply.rounds], EXACT_K
         ).acceptance_length,
     }

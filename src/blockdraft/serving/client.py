@@ -96,12 +96,12 @@ class Served:
     Attributes:
         request: the engine's request id.
         tokens: token ids of the reply, the end-of-turn id included if it came.
-        agreed: proposed tokens that the verifier agreed with, round by round, also those behind the reply's end.
+        accepted: proposed tokens that the verifier accepted, round by round, also those behind the reply's end.
     """
 
     request: str
     tokens: list[int]
-    agreed: list[int]
+    accepted: list[int]
 
 
 class EngineClient:

@@ -130,8 +130,8 @@ def _run(request: Request) -> dict[str, Any]:
     for output in engine.generate(prompts, parameters, use_tqdm=False):
         reply = output.outputs[0]
         steps = reply.spec_decode_metrics
-        agreed = list(steps.per_step_accepted) if steps is not None else []
-        replies.append({"request": output.request_id, "tokens": list(reply.token_ids), "agreed": agreed})
+        accepted = list(steps.per_step_accepted) if steps is not None else []
+        replies.append({"request": output.request_id, "tokens": list(reply.token_ids), "accepted": accepted})
     after = _counters(engine)
     return {"replies": replies, "counters": {name: after[name] - before[name] for name in after}}
 

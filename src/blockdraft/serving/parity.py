@@ -1,8 +1,8 @@
 """Comparing what an engine served with what the trainer's forward says it must propose and accept.
 
 A reply of the engine is walked round by round. Its text must be the verifier's own; every block must hold the tokens
-that the draft proposes there in one pass over that text; every count of agreed tokens must be the length of the prefix
-that block and text share. What differs first is named, with the stage that it belongs to.
+that the draft proposes there in one pass over that text; every count of accepted tokens must be the length of the
+prefix that block and text share. What differs first is named, with the stage that it belongs to.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from blockdraft.decoding.identity import Difference, first_difference
 from blockdraft.serving.client import Served
 from blockdraft.vllm_plugin.record import Blocks
 
-PROPOSED, AGREED = "proposed tokens", "agreed tokens"
-STAGES = ("text", PROPOSED, AGREED, "engine counters")
+PROPOSED, ACCEPTED = "proposed tokens", "accepted tokens"
+STAGES = ("text", PROPOSED, ACCEPTED, "engine counters")
 
 Gap = Callable[[int, int, int, int], "float | None"]
 """(anchor, slot, wanted, found) -> by how much the lower of the two falls short of the draft's best float32 logit."""
@@ -46,21 +46,21 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class ServedRound:
-    """A round of the engine: its anchor's position, how many proposed tokens the verifier agreed with, and how many of
+    """A round of the engine: its anchor's position, how many proposed tokens the verifier accepted, and how many of
     those were delivered. The engine counts the former; tokens behind the end of a reply are nobody's."""
 
     anchor: int
-    agreed: int
+    accepted: int
     delivered: int
 
 
 def served_rounds(prompt_length: int, reply: Served) -> list[ServedRound]:
-    """The rounds that a reply took, by the engine's own count of agreed tokens."""
+    """The rounds that a reply took, by the engine's own count of accepted tokens."""
     anchor, last = prompt_length, prompt_length + len(reply.tokens) - 1
     rounds = []
-    for agreed in reply.agreed:
-        rounds.append(ServedRound(anchor, agreed, min(agreed, last - anchor)))
-        anchor += agreed + 1
+    for accepted in reply.accepted:
+        rounds.append(ServedRound(anchor, accepted, min(accepted, last - anchor)))
+        anchor += accepted + 1
     return rounds
 
 
@@ -77,8 +77,8 @@ def without_padding(prompt_length: int, reply: Served, blocks: Blocks) -> Served
         last = prompt_length + len(reply.tokens) - 1
         return all(step.anchor in blocks and step.anchor < last for step in served_rounds(prompt_length, candidate))
 
-    zeros = next((index for index, agreed in enumerate(reply.agreed) if agreed), len(reply.agreed))
-    candidates = (replace(reply, agreed=reply.agreed[dropped:]) for dropped in range(zeros + 1))
+    zeros = next((index for index, accepted in enumerate(reply.accepted) if accepted), len(reply.accepted))
+    candidates = (replace(reply, accepted=reply.accepted[dropped:]) for dropped in range(zeros + 1))
     return next((candidate for candidate in candidates if fits(candidate)), reply)
 
 
@@ -119,14 +119,14 @@ def compare_reply(
     lost = next((number for number, step in enumerate(rounds) if step.anchor not in proposals), None)
     judged = rounds[:lost]
     findings = [
-        None if lost is None else walk.differs(AGREED, rounds[lost].anchor, "an anchor inside the reply", "none"),
+        None if lost is None else walk.differs(ACCEPTED, rounds[lost].anchor, "an anchor inside the reply", "none"),
         _first(walk.proposed_tokens(step, gap, bound) for step in judged),
-        _first(walk.agreed_tokens(step) for step in judged),
+        _first(walk.accepted_tokens(step) for step in judged),
     ]
     last = len(walk.text) - 1
-    end = judged[-1].anchor + judged[-1].agreed + 1 if judged else len(prompt)
+    end = judged[-1].anchor + judged[-1].accepted + 1 if judged else len(prompt)
     if reply.tokens and end < last and lost is None:
-        findings.append(walk.differs(AGREED, end, last, "rounds end before the reply"))
+        findings.append(walk.differs(ACCEPTED, end, last, "rounds end before the reply"))
     return [finding for finding in findings if finding is not None]
 
 
@@ -157,19 +157,19 @@ class _Walk:
         short = gap(step.anchor, slot, wanted[slot], found[slot]) if bound else None
         return replace(finding, tie=short is not None and short <= bound, gap=short, bound=bound)
 
-    def agreed_tokens(self, step: ServedRound) -> Finding | None:
-        """A count of agreed tokens that is not the length of the prefix that block and text share."""
+    def accepted_tokens(self, step: ServedRound) -> Finding | None:
+        """A count of accepted tokens that is not the length of the prefix that block and text share."""
         # Without a record the trainer's proposals stand in for the engine's.
         block = list(self.proposals[step.anchor]) if self.blocks is None else self.blocks.get(step.anchor, [])
         behind = self.text[step.anchor + 1 : step.anchor + 1 + len(block)]
         difference = first_difference(behind, block[: len(behind)])
         shared = len(behind) if difference is None else difference
-        # Where the text ends inside the block, the verifier may have agreed with more than the text shows.
+        # Where the text ends inside the block, the verifier may have accepted more than the text shows.
         text_ends_first = difference is None and len(behind) < len(block)
-        agreed_with_all_shown = text_ends_first and step.agreed >= shared
-        if agreed_with_all_shown or step.agreed == shared:
+        accepted_all_shown = text_ends_first and step.accepted >= shared
+        if accepted_all_shown or step.accepted == shared:
             return None
-        return self.differs(AGREED, step.anchor, shared, step.agreed)
+        return self.differs(ACCEPTED, step.anchor, shared, step.accepted)
 
 
 def _first(findings: Iterable[Finding | None]) -> Finding | None:
@@ -183,8 +183,8 @@ def within(finding: Finding, bound: float) -> Finding:
 
 def compare_counters(replies: Sequence[Served], counters: Mapping[str, int], k: int) -> list[Finding]:
     """The engine's totals against its own account of each request."""
-    rounds = sum(len(reply.agreed) for reply in replies)
-    wanted = {"drafts": rounds, "proposed": rounds * k, "accepted": sum(sum(reply.agreed) for reply in replies)}
+    rounds = sum(len(reply.accepted) for reply in replies)
+    wanted = {"drafts": rounds, "proposed": rounds * k, "accepted": sum(sum(reply.accepted) for reply in replies)}
     return [
         Finding("vllm", -1, "engine counters", 0, f"{name} {value}", counters[name])
         for name, value in wanted.items()
