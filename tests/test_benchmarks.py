@@ -23,6 +23,7 @@ from report import write_section  # noqa: E402
 
 
 @pytest.mark.parametrize("extra", [["--twin"], ["--twin", "--head", "--methods", "dflash"]])
+@pytest.mark.slow
 def test_train_step_measures_every_method_its_floor_and_its_twin(tmp_path: Path, extra: list[str]) -> None:
     out = tmp_path / "results.md"
     command = [sys.executable, str(BENCHMARKS / "train_step.py"), "--seq-len", "64", "--anchors", "8"]
@@ -84,6 +85,7 @@ def test_a_section_replaces_itself_and_nothing_else(tmp_path: Path) -> None:
     assert "By hand." in text and "two" in text and "another" in text and "one" not in text
 
 
+@pytest.mark.slow
 def test_preparing_is_measured_also_on_more_rows(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(f'{{"question": "q {i}", "answer": "a {i}"}}\n' for i in range(40)))

@@ -42,7 +42,7 @@ def test_the_published_t5gemma2_draft() -> None:
     assert choose_taps(settings, "layerwise", 26) == (2, 5, 8, 11, 14, 17, 20, 22)
     assert (settings.draft_vocab_size, settings.max_anchors, settings.epochs) == (32_000, 256, 6.0)
     assert (settings.optimizer, settings.seed, settings.train_data_ratio) == ("adamw", 42, 0.9)
-    data = build(PrepareSettings, PLACES | {"data_path": None}, DATA)
+    data = build(PrepareSettings, {"save_path": PLACES["save_path"]}, DATA)
     assert (data.num_rows, data.seed, data.max_source_length, data.max_length) == (200_000, 42, 2048, 1024)
     assert len(parse_sources(data.source, data.converter)) == 3
 

@@ -52,6 +52,7 @@ def test_help_has_examples_and_defaults(capsys: pytest.CaptureFixture[str], verb
     assert "default:" in out or verb == "convert"
 
 
+@pytest.mark.slow
 def test_the_whole_chain_by_commands(capsys: pytest.CaptureFixture[str], workshop: Path, tmp_path: Path) -> None:
     verifier = ("--verifier-name-or-path", workshop / "verifier", "--dtype", "float32")
     code, out, err = call(
@@ -205,6 +206,7 @@ def test_lists_may_be_written_with_spaces() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.slow
 def test_a_stopped_training_saves_its_state_and_is_130(
     capsys: pytest.CaptureFixture[str], workshop: Path, tmp_path: Path, number: int
 ) -> None:
@@ -250,6 +252,7 @@ def test_an_error_is_said_quietly_too_and_verbose_says_where(capsys: pytest.Capt
     assert code == 2 and line in err and "Traceback" in err and "in read_checkpoint" in err
 
 
+@pytest.mark.slow
 def test_a_library_is_silent_and_a_command_leaves_no_handler() -> None:
     """A new process: pytest's own handlers would hide what Python does for loggers without one."""
     code = (

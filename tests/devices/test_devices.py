@@ -41,6 +41,7 @@ def outcomes(device: str) -> dict[str, str | None]:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", [check.name for check in CHECKS])
+@pytest.mark.slow
 def test_a_device_does_what_the_cpu_does(device: str, name: str) -> None:
     found = outcomes(device)
     assert name in found, "it was not reached"

@@ -36,6 +36,7 @@ def call(capsys: pytest.CaptureFixture[str], verb: str, *arguments: object, **fl
 
 
 @pytest.mark.parametrize("family", UNLIKE_LLAMA, ids=lambda family: family.name)
+@pytest.mark.slow
 def test_train_evaluate_and_generate(family: Family, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, verifier = tiny_model(family), tmp_path / "verifier"
     model.generation_config.eos_token_id = 1

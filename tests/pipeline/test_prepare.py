@@ -103,6 +103,7 @@ def test_a_mixture_has_exactly_the_counts_and_every_row_is_accounted_for(
     show_prepared(result)
 
 
+@pytest.mark.slow
 def test_the_same_settings_give_the_same_bytes(
     verifier: str, sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -383,6 +384,7 @@ def test_texts_with_image_tokens_are_left_out(tiny_seq2seq: EncoderDecoderVerifi
     assert tokens["rejected"] == {"image tokens in the text": 1} and tokens["kept"] == 3
 
 
+@pytest.mark.slow
 def test_a_hub_data_set_that_changed_is_named(verifier: str, tmp_path: Path) -> None:
     """The commit is part of what a folder was made from; rows are read at it."""
     rows = [json.dumps({"prompt": word}) + "\n" for word in WORDS]

@@ -40,6 +40,7 @@ def tiny_settings(tmp_path_factory: pytest.TempPathFactory) -> QuickstartSetting
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_finished_stages_are_not_repeated_and_changes_are_not_answered_stale(
     tiny_settings: QuickstartSettings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -238,6 +238,7 @@ def test_a_server_that_fails_for_good_loses_nothing(verifier: CausalVerifier, pr
     assert before > 0 and before + asked == len(server.seen)  # no request that was answered was made again
 
 
+@pytest.mark.slow
 def test_a_killed_client_goes_on_without_losing_or_repeating(
     verifier: CausalVerifier, prompts: Path, tmp_path: Path
 ) -> None:
@@ -292,6 +293,7 @@ def test_a_server_of_another_template_or_without_a_key_stops_the_run(
         regenerate(settings_of(verifier, prompts, tmp_path / "f", endpoint="http://127.0.0.1:9"))
 
 
+@pytest.mark.slow
 def test_samples_follow_the_seed_whatever_the_order_of_answers(
     verifier: CausalVerifier, prompts: Path, tmp_path: Path
 ) -> None:

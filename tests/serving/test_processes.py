@@ -70,6 +70,7 @@ def wait_for(process: subprocess.Popen[str], word: str) -> str:
     return next(line for line in process.stderr if word in line)
 
 
+@pytest.mark.slow
 def test_a_crash_ends_with_its_cause_in_one_line() -> None:
     process = serve(ENGINE_DIES)
     out, err = process.communicate(timeout=120)
@@ -79,6 +80,7 @@ def test_a_crash_ends_with_its_cause_in_one_line() -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+@pytest.mark.slow
 def test_a_signal_ends_it_without_a_table(number: signal.Signals, code: int) -> None:
     process = serve(OBEDIENT)
     wait_for(process, "up")
@@ -90,6 +92,7 @@ def test_a_signal_ends_it_without_a_table(number: signal.Signals, code: int) -> 
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_second_signal_kills_what_does_not_end_and_nothing_is_left() -> None:
     process = serve(DEAF)
     pids = [int(pid) for pid in wait_for(process, "pids").split()[1:]]
@@ -102,6 +105,7 @@ def test_a_second_signal_kills_what_does_not_end_and_nothing_is_left() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a child of its parent's end")
+@pytest.mark.slow
 def test_a_server_ends_when_its_command_is_killed() -> None:
     process = serve(OBEDIENT.replace('print("up"', 'import os\nprint(f"pids {os.getpid()}"'))
     pid = int(wait_for(process, "pids").split()[1])

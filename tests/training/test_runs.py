@@ -389,6 +389,7 @@ def largest_file(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("verb", ["train", "prepare", "regenerate", "states", "quickstart"])
+@pytest.mark.slow
 def test_a_disk_that_fills_up_is_one_line_and_leaves_nothing_half_written(
     workshop: Path, tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -456,6 +457,7 @@ def test_a_run_killed_before_its_summary_only_ends(workshop: Path, tmp_path: Pat
     assert Trainer.prepare(plan).run() == wanted and RunFolder(plan).finished() == wanted
 
 
+@pytest.mark.slow
 def test_kills_and_a_resume_give_the_same_bits(
     workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -71,6 +71,7 @@ def greedy_example(verifier: CausalVerifier, length: int = 40) -> Example:
 
 @pytest.mark.parametrize("method", ["dflash", "dflare", "dspark"])
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.slow
 def test_memorising_one_row_reaches_full_acceptance(
     tiny_verifier: CausalVerifier, tmp_path: Path, method: str, optimizer: str
 ) -> None:
@@ -212,6 +213,7 @@ def test_a_reduced_vocabulary_logs_its_coverage(tiny_verifier: CausalVerifier, t
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.slow
 def test_compiled_layers_compute_the_same(tiny_verifier: CausalVerifier, tmp_path: Path) -> None:
     losses = {}
     for compiled in ("on", "off"):

@@ -203,6 +203,7 @@ WIDE = {**_COMMON, "hidden_size": 256, "intermediate_size": 1024}
 
 
 @pytest.mark.parametrize("shard", ["1GB", "2MB"])
+@pytest.mark.slow
 def test_of_a_hub_id_only_a_few_rows_are_fetched(tmp_path: Path, shard: str) -> None:
     """The real client against a server on this machine, at a tag; the commit goes into the identity."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -253,6 +254,7 @@ def test_a_revision_belongs_to_a_hub_id(tmp_path: Path, capsys: pytest.CaptureFi
     assert "--revision: v1" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_recorded_revision_is_asked_for_again(tmp_path: Path) -> None:
     """A checkpoint names hub id and commit; a command that names no verifier asks for just that commit."""
     verifier = tiny_verifier_of("llama")
