@@ -86,8 +86,8 @@ class SlotTargets:
     Attributes:
         ids_NK: the verifier's own token as a draft id; anything where `in_vocabulary_NK` is False.
         mask_NK: supervised slots. They count in metrics and in the normalization.
-        in_vocabulary_NK: supervised slots whose target the draft can say. A reduced vocabulary lacks some: such a slot has
-            no loss, since nothing could make it right, and counts as wrong.
+        in_vocabulary_NK: supervised slots whose target the draft can say. A reduced vocabulary lacks some: such a slot
+            has no loss, since nothing could make it right, and counts as wrong.
         teacher: the verifier's distributions, for objectives that need more than its token.
         supervised: supervised slots of the whole step; None where it has no others than these.
     """
