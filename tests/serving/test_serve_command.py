@@ -69,7 +69,7 @@ def test_serving_needs_nothing_that_only_training_needs(workshop: Path) -> None:
     """Neither the command nor what the engine loads, its plugin and our model."""
     ((status, out, said),) = run_bare(
         ("serve", workshop / "dflare", "--dry-run", "--json", "--port", free_port()),
-        code="from blockdraft.serving import draft_model, plugin, proposer; plugin.register()",
+        code="from blockdraft.vllm_plugin import draft_model, proposer, register; register.register()",
     )
     assert status == 0, said
     assert json.loads(out)["command"][1:3] == ["serve", str(workshop / "verifier")]
