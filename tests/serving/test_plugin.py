@@ -222,6 +222,7 @@ def test_bodies_that_trip_the_engines_own_checks_are_the_clients_mistakes() -> N
         from fastapi.testclient import TestClient
         from vllm import SamplingParams
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+        from vllm.exceptions import VLLMValidationError
         from blockdraft.vllm_plugin import register
 
         app = FastAPI()
@@ -239,7 +240,7 @@ def test_bodies_that_trip_the_engines_own_checks_are_the_clients_mistakes() -> N
                 SamplingParams(logprobs=1, logprob_token_ids=[1])._validate_spec_decode(object())
             except AttributeError:
                 return "AttributeError"
-            except ValueError as error:
+            except VLLMValidationError as error:  # any other is answered with 500
                 return str(error)
             return "accepted"
 
