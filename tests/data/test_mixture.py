@@ -69,7 +69,7 @@ def test_weights_share_every_row(weights: list[int], num_rows: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("amounts", "available", "num_rows", "remedy"),
+    ("amounts", "available", "num_rows", "hint"),
     [
         ((30,), [20], 0, "30 rows asked for, 20 usable"),
         ((0.5, None), [9, 9], 0, "neither a count nor a weight"),

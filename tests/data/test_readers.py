@@ -76,7 +76,7 @@ def test_broken_lines_are_rows_with_their_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("location", "split", "remedy"),
+    ("location", "split", "hint"),
     [
         ("nowhere/at-all", None, "cannot be read"),
         ("thing.xml", None, "unknown kind of file"),
@@ -131,7 +131,7 @@ def test_sources_are_parsed(text: str, wanted: Source) -> None:
 
 
 @pytest.mark.parametrize(
-    ("texts", "converters", "remedy"),
+    ("texts", "converters", "hint"),
     [
         (("b.jsonl",), (), "must be name="),
         (("a=",), (), "must be name="),

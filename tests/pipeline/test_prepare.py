@@ -301,7 +301,7 @@ def test_bad_rows_are_named_one_by_one_and_too_many_stop_the_run(verifier: str, 
 
 
 @pytest.mark.parametrize(
-    ("changes", "remedy"),
+    ("changes", "hint"),
     [
         ({"source": ("empty={empty}",)}, "empty: no usable row"),
         ({"source": ("bad={bad}",)}, "cannot be used"),
@@ -325,7 +325,7 @@ def test_what_cannot_be_prepared_is_refused(verifier: str, tmp_path: Path, chang
     assert not (tmp_path / "d").exists()
 
 
-def test_a_preview_shows_what_is_learned_and_writes_nothing(
+def test_a_preview_shows_what_is_supervised_and_writes_nothing(
     verifier: str, sources: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = prepare(settings_of(verifier, sources, None, preview=2))
@@ -333,7 +333,7 @@ def test_a_preview_shows_what_is_learned_and_writes_nothing(
     assert [text["source"] for text in shown] == [name for name in COUNTS for _ in range(2)]
     assert all(any(supervised for _, supervised in text["pieces"]) for text in shown)
     show_prepared(result)
-    assert "green is learned" in capsys.readouterr().out
+    assert "green = supervised" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
 

@@ -17,7 +17,7 @@ MOSTLY_SLIDING = {
     "num_hidden_layers": 6, "layer_types": [*["sliding_attention"] * 5, "full_attention"], "sliding_window": WINDOW,
     "query_pre_attn_scalar": HEAD,
 }  # fmt: skip
-WITHOUT_EMBEDDINGS: dict[str, Any] = {"tap_ids": (1, 2, 4)}  # what the engine's Transformers backend can give
+WITHOUT_EMBEDDINGS: dict[str, Any] = {"target_layer_ids": (1, 2, 4)}  # what the engine's Transformers backend can give
 PARTLY_ROTATED = {"partial_rotary_factor": 0.5}
 CASES = {
     "gemma3": Case("Gemma3", MOSTLY_SLIDING),
