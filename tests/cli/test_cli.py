@@ -59,7 +59,7 @@ def test_the_whole_chain_by_commands(capsys: pytest.CaptureFixture[str], worksho
         capsys, "prepare", *verifier[:2], "--source", f"s={workshop / 'prompts.jsonl'}", "--prompts-only",
         "--train-data-ratio", 0.8, "--save-path", tmp_path / "prompts",
     )  # fmt: skip
-    assert code == 0 and "12 texts in" in out, err
+    assert code == 0 and "12 examples in" in out, err
     code, out, err = call(
         capsys, "regenerate", *verifier, "--data-path", tmp_path / "prompts", "--save-path", tmp_path / "data",
         "--max-new-tokens", 20, "--json",
