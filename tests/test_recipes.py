@@ -71,5 +71,5 @@ def test_it_trains_a_small_verifier_unchanged(tiny_seq2seq: EncoderDecoderVerifi
                "save_path": tmp_path / "run"}  # fmt: skip
     result = train(build(TrainSettings, changes, T5GEMMA2))
     assert result["steps"] >= 1 and result["best_acceptance_length"] >= 1
-    config = read_contract(Path(result["checkpoint"]))
+    config = read_contract(Path(result["checkpoint"])).draft
     assert config.target_layer_ids == (0, 1, 2, 3) and config.draft_vocab_size == VOCAB

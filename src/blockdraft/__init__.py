@@ -11,7 +11,7 @@ import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from blockdraft.version import __version__
+from blockdraft.version import __version__ as __version__
 
 if TYPE_CHECKING:  # the same names as in _HOME, for type checkers and editors
     from blockdraft import errors
@@ -53,7 +53,6 @@ __all__ = [
     "Summary",
     "TrainSettings",
     "VerifierSettings",
-    "__version__",
     "errors",
     "evaluate",
     "load_draft",
