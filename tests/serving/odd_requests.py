@@ -53,7 +53,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "suffix": ("w3",),
     "best_of": (2,),
     "use_beam_search": (True,),
-    "length_penalty": (0.5, -1),
+    "length_penalty": (0.5, -1, -INF, NAN),
     "truncate_prompt_tokens": (1, 3, 0, -1, -2, 10**9),
     "add_special_tokens": (False,),
     "return_token_ids": (False,),
@@ -189,17 +189,25 @@ def leaves_no_token(body: dict[str, Any]) -> bool:
     return any(name in body for name in GRAMMARS) and any(name in body for name in EXCLUSIONS)
 
 
+def _asked(http: httpx.Client, path: str, body: dict[str, Any], abort: bool = False) -> Answer:
+    """`ask`, and once more where the server had just closed a connection that it kept open."""
+    try:
+        return ask(http, path, body, abort)
+    except (httpx.NetworkError, httpx.RemoteProtocolError):  # a dead server closes the second one, too
+        return ask(http, path, body, abort)
+
+
 def mismatch(http: httpx.Client, plain: httpx.Client | None, path: str, body: dict[str, Any], abort: bool) -> str:
     """What is wrong with the answer to one body, in a line; empty if nothing is."""
     try:
-        found = ask(http, path, body, abort)
+        found = _asked(http, path, body, abort)
         if found.status == 0:
             return ""
         if found.failed and not leaves_no_token(body):
             return f"{found.status}: {found.said[:200]}: {shown(body)}"
         if plain is None or abort or not is_decided(body):
             return ""
-        wanted = ask(plain, path, body)
+        wanted = _asked(plain, path, body)
     except httpx.TransportError as error:
         return f"{type(error).__name__} {error}: {shown(body)}"
     if wanted.status != found.status:

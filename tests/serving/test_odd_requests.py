@@ -34,7 +34,7 @@ from blockdraft.verifiers.causal import CausalVerifier
 from blockdraft.verifiers.loading import load_verifier
 from conftest import TEMPLATE, call, contract_of, free_port, tiny_draft
 from serving.fixtures import SERVED_VOCAB, random_llama, served_config
-from serving.odd_requests import ask, bodies, fuzz, prompts
+from serving.odd_requests import INF, NAN, ask, bodies, fuzz, prompts
 
 pytestmark = pytest.mark.engine
 
@@ -106,6 +106,15 @@ def test_numbers_beyond_64_bits_are_the_clients_mistake(servers: Servers, field:
         for value in (10**400, -(10**20), 2**64):
             body = {"prompt": "w5 w6", "max_tokens": 4, "temperature": 1, field: value}
             assert 400 <= ask(http, "/v1/completions", body).status < 500
+
+
+@pytest.mark.parametrize("value", [-INF, INF, NAN])
+def test_what_is_no_number_is_the_clients_mistake(servers: Servers, value: float) -> None:
+    """Beam search divided by a power of the length, whose exponent was minus infinity."""
+    body = {"prompt": "w5 w6", "max_tokens": 4, "temperature": 0, "use_beam_search": True, "length_penalty": value}
+    for url in (servers.drafted, servers.plain):
+        with httpx.Client(base_url=url, timeout=300, trust_env=False) as http:
+            assert ask(http, "/v1/completions", body).status == 400
 
 
 def test_log_probabilities_of_chosen_tokens_are_rejected(servers: Servers) -> None:

@@ -6,6 +6,7 @@ Each is an error of the engine's own. Tests in tests/serving/test_plugin.py fail
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -33,8 +34,8 @@ def without_accidents(stock: Callable[..., Any]) -> Callable[..., Any]:
     """FastAPI's check of a body against the request's type, which some bodies leave by an exception.
 
     vLLM's validators call methods of what a client sent, whatever its type is (`{"structured_outputs": [1]}`), its
-    tokenizer cannot read half of a surrogate pair, and what it sends to the engine has room for 64 bits a number. All
-    are the client's mistakes.
+    tokenizer cannot read half of a surrogate pair, what it sends to the engine has room for 64 bits a number, and its
+    beam search divides by a power of the length. All are the client's mistakes.
     """
 
     def validate(field: Any, value: Any, *args: Any, loc: tuple[Any, ...] = (), **kwargs: Any) -> Any:
@@ -43,7 +44,7 @@ def without_accidents(stock: Callable[..., Any]) -> Callable[..., Any]:
                 json.dumps(value, ensure_ascii=False, default=str).encode()
                 _require_numbers_that_travel(value)
             return stock(field, value, *args, loc=loc, **kwargs)
-        except _TooLargeError as error:
+        except _NumberError as error:
             said = str(error)
         except UnicodeEncodeError:
             said = "the body holds half of a surrogate pair, which is no text"
@@ -54,12 +55,12 @@ def without_accidents(stock: Callable[..., Any]) -> Callable[..., Any]:
     return validate
 
 
-class _TooLargeError(Exception):
+class _NumberError(Exception):
     pass
 
 
 def _require_numbers_that_travel(value: Any) -> None:
-    """Reject whole numbers beyond 64 bits, anywhere in a body."""
+    """Reject whole numbers beyond 64 bits, infinities and NaN, anywhere in a body: JSON has none of the latter."""
     if isinstance(value, dict):
         for each in value.values():
             _require_numbers_that_travel(each)
@@ -67,7 +68,9 @@ def _require_numbers_that_travel(value: Any) -> None:
         for each in value:
             _require_numbers_that_travel(each)
     elif isinstance(value, int) and not -(2**63) <= value < 2**64:
-        raise _TooLargeError("the body has a whole number of more than 64 bits")
+        raise _NumberError("the body has a whole number of more than 64 bits")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise _NumberError(f"the body has {value}, which is no number")
 
 
 def with_draft_checks(stock: Callable[..., None]) -> Callable[..., None]:
