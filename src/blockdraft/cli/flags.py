@@ -54,6 +54,11 @@ def command(cls: type, run: Callable[[dict[str, Any], Path | None, bool], None])
     return function
 
 
+_CONFIG_HELP = (
+    "YAML or TOML recipe, or the name of one of the package's, such as qwen3-8b.dflash; flags given here win over it"
+)
+
+
 def takes_more(cls: type) -> bool:
     """Whether words that are none of the command's own flags are handed on."""
     return any(_unparsed(field) for field in dataclasses.fields(cls))
