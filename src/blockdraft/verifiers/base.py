@@ -147,5 +147,5 @@ class Verifier(TrainingVerifier, Protocol):
 
 def whole(verifier: TrainingVerifier) -> Verifier:
     """The verifier as one that runs its layers; only for code that is never given parts alone."""
-    assert hasattr(type(verifier), "states") or hasattr(verifier, "states"), "these are parts of a verifier"
+    assert hasattr(verifier, "states"), "these are parts of a verifier"
     return cast(Verifier, verifier)
