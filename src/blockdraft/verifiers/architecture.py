@@ -98,7 +98,7 @@ def rope_parameters(config: Any) -> dict[str, Any]:
     Of a dictionary for each kind of layer it is that of the full layers. Gemma 4's "proportional" type rotates a part
     of a head by the angles of the whole one; a draft rotates all of it, which is the default type.
     """
-    parameters = dict(config.rope_parameters)
+    parameters = dict(getattr(config, "rope_parameters", None) or {})
     nested = parameters.get(FULL)
     flat = dict(nested) if isinstance(nested, dict) else parameters
     if flat.get("rope_type") == "proportional":
