@@ -9,7 +9,7 @@ from blockdraft.data.record import read_record
 from blockdraft.data.table import Examples, read_examples
 from blockdraft.errors import InputError
 from blockdraft.files import locked, require_writable
-from blockdraft.pipeline.loading import verifier_of
+from blockdraft.pipeline.loading import training_verifier_of
 from blockdraft.pipeline.prepare import chat_mode
 from blockdraft.progress import say, warn
 from blockdraft.settings import TrainSettings, resolved
@@ -60,9 +60,14 @@ def plan_of(
     """A plan of training on prepared data that belongs to the verifier; arguments as `train` has them."""
     examples = read_examples(settings.data_path, "--data-path")
     facts = read_record(settings.data_path, "--data-path")["facts"]
-    verifier = verifier or verifier_of(settings)
+    verifier = verifier or training_verifier_of(settings, states_come_ready(settings))
     require_text_of(settings, verifier, facts, examples)
     return TrainingPlan(as_prepared(settings, facts), verifier, examples, states, chat_mode(facts))
+
+
+def states_come_ready(settings: TrainSettings) -> bool:
+    """Whether no hidden state is made in this process."""
+    return settings.hidden_states_path is not None and settings.on_missing != "generate"
 
 
 def as_prepared(settings: TrainSettings, facts: dict[str, Any]) -> TrainSettings:
