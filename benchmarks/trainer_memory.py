@@ -1,6 +1,6 @@
 """Memory of a trainer whose hidden states come ready, beside verifiers of several sizes that are never loaded.
 
-    python benchmarks/trainer_memory.py                                  # shapes of 4B and 12B, under a minute
+    python benchmarks/trainer_memory.py                                  # shapes of 4B and 12B, two minutes
     python benchmarks/trainer_memory.py --sizes 4B 12B 31B --out docs/results.md
 
 The verifier's folder holds what a trainer reads: embedding (which is also the output head) and norms, of random

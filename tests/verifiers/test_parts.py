@@ -197,6 +197,26 @@ def test_what_is_no_language_model_is_named(tmp_path: Path) -> None:
         assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("family", "says"),
+    [
+        (Family("falcon_h1", {"lm_head_multiplier": 0.5}), "its logits are not understood"),
+        (Family("inkling_text"), "its logits are not understood"),
+        (Family("mbart"), "its output head cannot be run alone"),
+        (Family("phi"), "its output head has a bias"),
+        (Family("gpt2"), "no list of decoder layers"),
+        (Family("bart"), "its final norm is not known"),
+        (Family("mamba"), "does not state max_position_embeddings"),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_a_family_whose_parts_are_not_enough_is_rejected(family: Family, says: str, tmp_path: Path) -> None:
+    folder = saved(tiny_model(family), tmp_path)
+    with pytest.raises(InputError, match=says) as error:
+        parts_of(folder)
+    assert "is not supported" in str(error.value) and "\n" not in str(error.value)
+
+
 def test_a_shape_that_the_config_does_not_state_is_given(tmp_path: Path) -> None:
     folder = saved(tiny_model(Family("gpt_neox_japanese")), tmp_path / "v")
     with pytest.raises(InputError, match=r"does not state the shape of a layer .*--num-attention-heads"):
