@@ -18,6 +18,7 @@ from transformers import AutoModelForImageTextToText, BartConfig, BartForCausalL
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from blockdraft.errors import InputError
+from blockdraft.verifiers import tensor_files
 from blockdraft.verifiers.identity import model_class
 from blockdraft.verifiers.loading import load_verifier, save_folder
 from blockdraft.verifiers.parts import VerifierParts, read_parts
@@ -90,8 +91,9 @@ def own_ends(folder: str, config: Any) -> tuple[torch.Tensor, torch.Tensor, PreT
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_parts_are_those_of_the_whole_model(kind: str, tmp_path: Path) -> None:
-    """In shards, and in a folder that holds nothing else of it."""
+def test_parts_are_those_of_the_whole_model(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In shards, and in a folder that holds nothing else of it; read in pieces that no row fits."""
+    monkeypatch.setattr(tensor_files, "_PIECE", 1000)
     model = MODELS[kind]()
     folder = saved(model, tmp_path / "v", max_shard_size="20KB")
     logits, raw, own = own_ends(folder, model.config)
@@ -231,7 +233,8 @@ def test_of_a_hub_id_only_the_parts_are_fetched(tmp_path: Path) -> None:
     save_folder(tiny_verifier_of("llama"), tmp_path / "v")
     size = (tmp_path / "v" / "model.safetensors").stat().st_size
     local = read_parts(str(tmp_path / "v"), torch.bfloat16, "cpu")
-    script = "import torch\nfrom blockdraft.verifiers.parts import read_parts\n"
+    script = "import torch\nfrom blockdraft.verifiers import tensor_files\n"
+    script += "from blockdraft.verifiers.parts import read_parts\ntensor_files._PIECE = 3000\n"
     script += "p = read_parts('org/tiny', torch.bfloat16, 'cpu', revision='v1')\n"
     script += "ends = {'head': p.head_VE, 'embed': p.embed(torch.arange(128)), 'normed': p.normed(torch.ones(3, 32))}\n"
     script += f"torch.save((ends, p.identity), {str(tmp_path / 'found')!r})"
