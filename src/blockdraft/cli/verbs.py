@@ -126,7 +126,7 @@ VERBS: dict[str, Verb] = {
     "check": Verb(
         s.CheckSettings,
         _PIPELINE + "check:check",
-        _TABLES + "show_fields",
+        _TABLES + "show_check",
         (
             "blockdraft check runs/draft/checkpoint_best",
             "blockdraft check runs/draft/checkpoint_best --verifier-name-or-path runs/verifier",

@@ -20,7 +20,7 @@ ENGINE_HELP = "flags for vLLM itself, passed on as they stand"
 
 @dataclass(frozen=True, kw_only=True)
 class CheckSettings(OriginSettings):
-    """Check a checkpoint: config, contract and weights against each other, and against the verifier's folder."""
+    """Find what contradicts itself in a checkpoint, of ours or of others, and what does not fit its verifier."""
 
     checkpoint: Path = required("folder of the draft", argument=True)
     verifier_name_or_path: str | None = setting(
