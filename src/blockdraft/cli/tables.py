@@ -49,6 +49,21 @@ def show_check(result: dict[str, Any]) -> None:
     show_findings(result["findings"], console)
 
 
+def show_card(result: dict[str, Any]) -> None:
+    """Where the card is; or why there is none."""
+    console = _console()
+    show_findings(result["findings"], console)
+    if result["failures"]:
+        console.print("no card was written: correct what contradicts itself first")
+        return
+    if result["dry_run"]:
+        console.print(Text(result["text"]), soft_wrap=True)
+    rows = {name: result[name] for name in ("card", "copied", "unknown", "pushed to")}
+    console.print(_fields({name: ", ".join(v) if isinstance(v, list) else v for name, v in rows.items() if v}))
+    for name, size in result["files"].items():
+        console.print(f"{size:>14,}  {name}", soft_wrap=True)
+
+
 def show_findings(findings: list[dict[str, str]], console: Console | None = None) -> None:
     """A line for each finding, the worst first."""
     for level, style in _LEVELS.items():

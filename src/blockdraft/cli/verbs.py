@@ -132,6 +132,15 @@ VERBS: dict[str, Verb] = {
             "blockdraft check runs/draft/checkpoint_best --verifier-name-or-path runs/verifier",
         ),
     ),
+    "card": Verb(
+        s.CardSettings,
+        _PIPELINE + "card:card",
+        _TABLES + "show_card",
+        (
+            "blockdraft card runs/draft/checkpoint_best --license apache-2.0 --base-model org/verifier",
+            "blockdraft card runs/draft/checkpoint_best --bench runs/bench --push org/draft --dry-run",
+        ),
+    ),
     "serve": Verb(
         s.ServeSettings,
         _PIPELINE + "serve:serve",

@@ -32,7 +32,11 @@ def check(settings: CheckSettings) -> dict[str, Any]:
     Raises:
         InputError: there is no checkpoint, or no verifier where one was named.
     """
-    facts = read_facts(settings.checkpoint)
+    return check_facts(read_facts(settings.checkpoint), settings)
+
+
+def check_facts(facts: CheckpointFacts, settings: CheckSettings) -> dict[str, Any]:
+    """The same for facts that were read."""
     asked = settings.verifier_name_or_path is not None or settings.revision is not None
     name = settings.verifier_name_or_path or facts.recorded_verifier
     there = name is not None and (asked or Path(name).is_dir()) and not is_gguf(name)

@@ -7,6 +7,7 @@ keys on top). Target layers are given in our numbering: i is the residual stream
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import re
 import struct
@@ -150,6 +151,12 @@ class CheckpointFacts:
         """The shape of a stored tensor."""
         found = self.tensors.get(name)
         return None if found is None else found.shape
+
+
+def without_card(facts: CheckpointFacts) -> CheckpointFacts:
+    """The facts without what a model card states, for a check before the card is written anew."""
+    commands = tuple(each for each in facts.commands if each.where != CARD)
+    return dataclasses.replace(facts, card=None, commands=commands)
 
 
 def read_facts(folder: Path) -> CheckpointFacts:
