@@ -45,7 +45,7 @@ class VerifierIdentity:
     yet is the same for a bfloat16, float32 or weight-quantized copy."""
     matrices_digest: str | None
     """SHA-256 over sampled rows of its matrices (`verifiers/matrices.py`), 16 digits. None: nothing to compare, since
-    the matrices are quantized or the checkpoint is older than this field."""
+    the matrices are quantized or absent, or the checkpoint is older than this field."""
 
     COMPARED: ClassVar[tuple[str, ...]] = (
         "architecture",
@@ -117,8 +117,8 @@ class Contract:
 
     def _why_not_compared(self, found: VerifierIdentity) -> str:
         if found.matrices_digest is None:
-            return "they are quantized, or stored in a form whose rows cannot be compared"
-        return "the checkpoint has no digest of them (it is older, or its verifier was quantized)"
+            return "they are quantized, absent, or stored in a form whose rows cannot be compared"
+        return "the checkpoint has no digest of them (it is older, or its verifier was quantized or parts of one)"
 
     def require_k(self, k: int, field: str = "--k") -> None:
         """Reject a number of proposed tokens that the block does not have slots for."""

@@ -249,7 +249,7 @@ def test_an_error_is_said_quietly_too_and_verbose_says_where(capsys: pytest.Capt
     line = "blockdraft: checkpoint: none-here: no such folder\n"
     assert call(capsys, "check", "none-here", "-q") == (2, "", line)
     code, _, err = call(capsys, "check", "none-here", "--verbose")
-    assert code == 2 and line in err and "Traceback" in err and "in read_checkpoint" in err
+    assert code == 2 and line in err and "Traceback" in err and "in read_facts" in err
 
 
 @pytest.mark.slow

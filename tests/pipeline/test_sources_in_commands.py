@@ -133,8 +133,8 @@ def test_a_draft_of_the_other_kind_of_verifier_is_refused(stage: Stage, checkpoi
         folder = str(stage.root / other)
         with pytest.raises(InputError, match=r"verifier architecture: the draft was trained for .*, this one has"):
             evaluate(EvaluateSettings(checkpoint=checkpoint_of(kind), verifier_name_or_path=folder, dtype="float32"))
-        with pytest.raises(InputError, match="verifier architecture"):
-            check(CheckSettings(checkpoint=checkpoint_of(kind), verifier_name_or_path=folder))
+        found = check(CheckSettings(checkpoint=checkpoint_of(kind), verifier_name_or_path=folder))
+        assert any("verifier architecture" in line for line in found["failures"])
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,40 @@ def show_fields(result: dict[str, Any]) -> None:
         _console().print(_fields(result))
 
 
+_LEVELS = {"error": "bold red", "warning": "yellow", "not checked": "dim"}
+
+
+def show_check(result: dict[str, Any]) -> None:
+    """What a checkpoint is, and a line for each finding."""
+    console = _console()
+    console.print(_fields({name: value for name, value in result.items() if name not in ("findings", "failures")}))
+    show_findings(result["findings"], console)
+
+
+def show_card(result: dict[str, Any]) -> None:
+    """Where the card is; or why there is none."""
+    console = _console()
+    show_findings(result["findings"], console)
+    if result["failures"]:
+        console.print("no card was written: correct what contradicts itself first")
+        return
+    if result["dry_run"]:
+        console.print(Text(result["text"]), soft_wrap=True)
+    rows = {name: result[name] for name in ("card", "copied", "unknown", "pushed to")}
+    console.print(_fields({name: ", ".join(v) if isinstance(v, list) else v for name, v in rows.items() if v}))
+    for name, size in result["files"].items():
+        console.print(f"{size:>14,}  {name}", soft_wrap=True)
+
+
+def show_findings(findings: list[dict[str, str]], console: Console | None = None) -> None:
+    """A line for each finding, the worst first."""
+    for level, style in _LEVELS.items():
+        for each in findings:
+            if each["level"] == level:
+                line = f"{level}: {each['check']}: {each['field']}: {each['value']}: {each['hint']}"
+                (console or _console()).print(Text(line, style), soft_wrap=True)
+
+
 def show_training(result: dict[str, Any]) -> None:
     """What came of a training run."""
     console = _console()

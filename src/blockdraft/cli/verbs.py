@@ -126,10 +126,19 @@ VERBS: dict[str, Verb] = {
     "check": Verb(
         s.CheckSettings,
         _PIPELINE + "check:check",
-        _TABLES + "show_fields",
+        _TABLES + "show_check",
         (
             "blockdraft check runs/draft/checkpoint_best",
             "blockdraft check runs/draft/checkpoint_best --verifier-name-or-path runs/verifier",
+        ),
+    ),
+    "card": Verb(
+        s.CardSettings,
+        _PIPELINE + "card:card",
+        _TABLES + "show_card",
+        (
+            "blockdraft card runs/draft/checkpoint_best --license apache-2.0 --base-model org/verifier",
+            "blockdraft card runs/draft/checkpoint_best --bench runs/bench --push org/draft --dry-run",
         ),
     ),
     "serve": Verb(

@@ -19,9 +19,11 @@ from blockdraft.errors import InputError
 from blockdraft.models.block_draft import BlockDraft
 from blockdraft.progress import LOGGER
 from blockdraft.runtime import has_fast_bfloat16, limit_threads, resolve_device, resolve_dtype
-from blockdraft.settings import CheckpointSettings, VerifierSettings
-from blockdraft.verifiers.base import Verifier
+from blockdraft.settings import CheckpointSettings, TrainSettings, VerifierSettings
+from blockdraft.verifiers.base import TrainingVerifier, Verifier
+from blockdraft.verifiers.hub import is_gguf
 from blockdraft.verifiers.loading import load_verifier
+from blockdraft.verifiers.parts import SHAPE_FLAGS, read_parts
 
 
 def verifier_of(settings: VerifierSettings) -> Verifier:
@@ -34,6 +36,27 @@ def verifier_of(settings: VerifierSettings) -> Verifier:
         device,
         settings.trust_remote_code,
         settings.revision,
+    )
+
+
+def training_verifier_of(settings: TrainSettings, states_come_ready: bool) -> TrainingVerifier:
+    """What training needs of the verifier that the settings name.
+
+    Args:
+        states_come_ready: hidden states are not made in this process: its parts are enough, and it may be of a family
+            that cannot be driven here. A GGUF file is read whole either way.
+    """
+    if not states_come_ready or is_gguf(settings.verifier_name_or_path):
+        return verifier_of(settings)
+    limit_threads(settings.threads)
+    device = resolve_device(settings.device)
+    return read_parts(
+        settings.verifier_name_or_path,
+        resolve_dtype(settings.dtype, device),
+        device,
+        settings.trust_remote_code,
+        settings.revision,
+        {name: getattr(settings, name) for name in SHAPE_FLAGS},
     )
 
 

@@ -9,7 +9,7 @@ from blockdraft.data.record import read_record
 from blockdraft.data.table import Examples, read_examples
 from blockdraft.errors import InputError
 from blockdraft.files import locked, require_writable
-from blockdraft.pipeline.loading import verifier_of
+from blockdraft.pipeline.loading import training_verifier_of
 from blockdraft.pipeline.prepare import chat_mode
 from blockdraft.progress import say, warn
 from blockdraft.settings import TrainSettings, resolved
@@ -17,12 +17,12 @@ from blockdraft.training.hidden_states import TrainingStates
 from blockdraft.training.plan import TrainingPlan
 from blockdraft.training.run_folder import RunFolder
 from blockdraft.training.trainer import Trainer
-from blockdraft.verifiers.base import Verifier
+from blockdraft.verifiers.base import TrainingVerifier
 from blockdraft.vllm_plugin.support import served_by_engine
 
 
 def train(
-    settings: TrainSettings, verifier: Verifier | None = None, states: TrainingStates | None = None
+    settings: TrainSettings, verifier: TrainingVerifier | None = None, states: TrainingStates | None = None
 ) -> dict[str, Any]:
     """Train a draft on prepared data.
 
@@ -45,7 +45,7 @@ def train(
         return Trainer.prepare(plan).run()
 
 
-def _plan(settings: TrainSettings, verifier: Verifier | None, states: TrainingStates | None) -> TrainingPlan:
+def _plan(settings: TrainSettings, verifier: TrainingVerifier | None, states: TrainingStates | None) -> TrainingPlan:
     """A plan, with a word where its draft cannot be served."""
     plan = plan_of(settings, verifier, states)
     served = served_by_engine(plan.contract, plan.contract.verifier.name)
@@ -55,14 +55,19 @@ def _plan(settings: TrainSettings, verifier: Verifier | None, states: TrainingSt
 
 
 def plan_of(
-    settings: TrainSettings, verifier: Verifier | None = None, states: TrainingStates | None = None
+    settings: TrainSettings, verifier: TrainingVerifier | None = None, states: TrainingStates | None = None
 ) -> TrainingPlan:
     """A plan of training on prepared data that belongs to the verifier; arguments as `train` has them."""
     examples = read_examples(settings.data_path, "--data-path")
     facts = read_record(settings.data_path, "--data-path")["facts"]
-    verifier = verifier or verifier_of(settings)
+    verifier = verifier or training_verifier_of(settings, states_come_ready(settings))
     require_text_of(settings, verifier, facts, examples)
     return TrainingPlan(as_prepared(settings, facts), verifier, examples, states, chat_mode(facts))
+
+
+def states_come_ready(settings: TrainSettings) -> bool:
+    """Whether no hidden state is made in this process."""
+    return settings.hidden_states_path is not None and settings.on_missing != "generate"
 
 
 def as_prepared(settings: TrainSettings, facts: dict[str, Any]) -> TrainSettings:
@@ -70,7 +75,9 @@ def as_prepared(settings: TrainSettings, facts: dict[str, Any]) -> TrainSettings
     return dataclasses.replace(settings, train_data_ratio=settings.train_data_ratio or facts["train_data_ratio"])
 
 
-def require_text_of(settings: TrainSettings, verifier: Verifier, facts: dict[str, Any], examples: Examples) -> None:
+def require_text_of(
+    settings: TrainSettings, verifier: TrainingVerifier, facts: dict[str, Any], examples: Examples
+) -> None:
     """Reject another verifier's replies and tokens; say so where nobody knows who wrote them."""
     if facts.get("tokenizer") != verifier.identity.tokenizer_hash:
         raise InputError(
@@ -105,7 +112,7 @@ def require_text_of(settings: TrainSettings, verifier: Verifier, facts: dict[str
         raise InputError("--data-path", settings.data_path, f"token {largest} is outside the verifier's vocabulary")
 
 
-def require_sources(verifier: Verifier, examples: Examples) -> None:
+def require_sources(verifier: TrainingVerifier, examples: Examples) -> None:
     """Reject texts without sources where there is an encoder, sources where there is none, and unreadable ones."""
     for example in examples:
         where = f"--data-path example {example.id}"

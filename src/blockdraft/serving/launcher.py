@@ -137,12 +137,8 @@ def launch(
     require_free(host, port)
     speculative = speculative_config(folder, contract, k, v1_runner, by_load)
     command = [
-        *(str(Path(sys.executable).with_name("vllm")), "serve", verifier),
-        *("--dtype", dtype, "--host", host, "--port", str(port)),
-        *("--speculative-config", json.dumps(speculative)),
-        *("--per-request-spec-decode-metrics", "detailed"),
-        *(("--enforce-eager",) if contract.verifier.architecture == T5GEMMA2 else ()),
-        *(("--default-chat-template-kwargs", json.dumps(template_options)) if template_options else ()),
+        str(Path(sys.executable).with_name("vllm")),
+        *vllm_arguments(contract, verifier, speculative, dtype, host, port, template_options),
         *engine_arguments,
     ]
     environment = engine_environment(threads, cpu, v1_runner)
@@ -160,6 +156,25 @@ def launch(
         + f"at {url}"
     )
     return Launch(command, environment, summary, url)
+
+
+def vllm_arguments(
+    contract: Contract,
+    verifier: str,
+    speculative: Mapping[str, object],
+    dtype: str,
+    host: str,
+    port: int,
+    template_options: Mapping[str, Any] | None,
+) -> list[str]:
+    """What `vllm` is called with to serve a draft; `launch` says what the arguments are."""
+    return [
+        *("serve", verifier, "--dtype", dtype, "--host", host, "--port", str(port)),
+        *("--speculative-config", json.dumps(speculative)),
+        *("--per-request-spec-decode-metrics", "detailed"),
+        *(("--enforce-eager",) if contract.verifier.architecture == T5GEMMA2 else ()),
+        *(("--default-chat-template-kwargs", json.dumps(template_options)) if template_options else ()),
+    ]
 
 
 def _changes(by_load: Steps | None) -> Steps:

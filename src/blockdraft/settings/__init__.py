@@ -15,13 +15,14 @@ from blockdraft.settings.common import (
 )
 from blockdraft.settings.data import TRAIN_DATA_RATIO, ConvertSettings, PrepareSettings, RegenerateSettings
 from blockdraft.settings.draft import DEFAULT_NUM_TAPS, DraftSettings, ObjectiveSettings
-from blockdraft.settings.serving import CheckSettings, ParitySettings, ServeSettings
+from blockdraft.settings.serving import CardSettings, CheckSettings, ParitySettings, ServeSettings
 from blockdraft.settings.training import StatesSettings, TrainSettings
 from blockdraft.settings.using import EvaluateSettings, GenerateSettings, QuickstartSettings
 
 __all__ = [
     "DEFAULT_NUM_TAPS",
     "TRAIN_DATA_RATIO",
+    "CardSettings",
     "CheckSettings",
     "CheckpointSettings",
     "ComputeSettings",

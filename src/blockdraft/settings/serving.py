@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,17 +16,41 @@ from blockdraft.settings.common import (
     require_endpoint,
 )
 
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 ENGINE_HELP = "flags for vLLM itself, passed on as they stand"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckSettings(OriginSettings):
-    """Check a checkpoint: config, contract and weights against each other, and against the verifier's folder."""
+    """Find what contradicts itself in a checkpoint, of ours or of others, and what does not fit its verifier."""
 
     checkpoint: Path = required("folder of the draft", argument=True)
     verifier_name_or_path: str | None = setting(
         None, "folder or hub id of the verifier; default: the folder that the checkpoint names, if it is there"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardSettings(CheckSettings):
+    """Write a Hugging Face model card whose every figure is read from files of the run; not while `check` fails."""
+
+    license: str | None = setting(None, "license of the draft, such as apache-2.0; default: not recorded")
+    base_model: str | None = setting(
+        None, "hub id of the verifier; default: its recorded name, where that is none of a folder"
+    )
+    bench: Path | None = setting(None, "folder that `blockdraft bench` wrote; it is copied into the checkpoint")
+    output: Path | None = setting(None, "file to write; default: README.md in the checkpoint")
+    push: str | None = setting(None, "upload the checkpoint to this hub repository (private, if it is new)")
+    dry_run: bool = setting(False, "write and upload nothing; list the files that --push would upload")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("base_model", "push"):
+            value = getattr(self, name)
+            check(
+                value is None or HUB_ID.fullmatch(value) is not None, name, value, "must be a hub id, such as org/name"
+            )
+        check(self.push is None or self.output is None, "output", self.output, "a folder is pushed with its README.md")
 
 
 @dataclass(frozen=True, kw_only=True)

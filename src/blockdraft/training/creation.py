@@ -21,7 +21,7 @@ from blockdraft.records import Example
 from blockdraft.runtime import dtype_name
 from blockdraft.settings import DEFAULT_NUM_TAPS, DraftSettings, ObjectiveSettings, TrainSettings
 from blockdraft.training.hidden_states import TrainingStates
-from blockdraft.verifiers.base import Verifier
+from blockdraft.verifiers.base import TrainingVerifier
 
 CALIBRATION_EXAMPLES = 32
 DEFAULT_ROPE_THETA = 10_000.0  # for verifiers without rotary positions
@@ -45,7 +45,7 @@ def spread_taps(num_layers: int, num_taps: int) -> tuple[int, ...]:
     return tuple(sorted({round(1 + i * deepest / (num_taps - 1)) + 1 for i in range(num_taps)}))
 
 
-def draft_config(settings: TrainSettings, verifier: Verifier, examples: Sequence[Example]) -> DraftConfig:
+def draft_config(settings: TrainSettings, verifier: TrainingVerifier, examples: Sequence[Example]) -> DraftConfig:
     """Resolve every open choice of `settings`, rejecting what does not fit verifier or data."""
     depth, vocab_size = verifier.identity.num_layers, verifier.identity.vocab_size
     components = resolve_components(settings)
@@ -127,7 +127,7 @@ def layer_kinds(settings: DraftSettings) -> dict[str, tuple]:
     }
 
 
-def _widths(settings: DraftSettings, verifier: Verifier) -> dict[str, Any]:
+def _widths(settings: DraftSettings, verifier: TrainingVerifier) -> dict[str, Any]:
     """Heads and widths: the verifier's unless given. Heads without a width of their own divide the hidden size."""
     shape, hidden = verifier.layer_shape(), verifier.identity.hidden_size
     heads = settings.num_attention_heads or shape.num_heads
@@ -183,7 +183,7 @@ def draft_vocabulary(config: DraftConfig, examples: Sequence[Example]) -> Tensor
     return ids
 
 
-def resolve_mask_token(asked: int | None, verifier: Verifier, examples: Sequence[Example]) -> int:
+def resolve_mask_token(asked: int | None, verifier: TrainingVerifier, examples: Sequence[Example]) -> int:
     """The token that stands in empty slots; it must never occur in the data.
 
     Asked for, else the tokenizer's mask token, else a row of the embedding that the tokenizer does not use. Never the
@@ -222,7 +222,7 @@ def free_control_tokens(tokenizer: Any, seen: set[int]) -> list[tuple[int, str]]
     return [(i, str(token)) for i, token in sorted(tokenizer.added_tokens_decoder.items()) if i not in taken]
 
 
-def make_contract(config: DraftConfig, verifier: Verifier, vocabulary: Tensor | None = None) -> Contract:
+def make_contract(config: DraftConfig, verifier: TrainingVerifier, vocabulary: Tensor | None = None) -> Contract:
     """The contract of a draft trained with this verifier.
 
     Args:
@@ -240,7 +240,7 @@ def make_contract(config: DraftConfig, verifier: Verifier, vocabulary: Tensor | 
 
 
 def create_draft(
-    config: DraftConfig, verifier: Verifier, states: TrainingStates, seed: int, vocabulary: Tensor | None = None
+    config: DraftConfig, verifier: TrainingVerifier, states: TrainingStates, seed: int, vocabulary: Tensor | None = None
 ) -> BlockDraft:
     """A draft with fresh float32 weights and calibrated taps, sharing the verifier's tables."""
     draft = BlockDraft(config).to(verifier.device)

@@ -67,7 +67,7 @@ class HiddenStateFiles:
             raise InputError(f"{FIELD} {record} tap_ids", taps, "the verifier has no such taps; the file is damaged")
         if set(maker.target_layer_ids) <= set(taps) and has_final >= maker.with_final:
             maker = InProcess(maker.verifier, taps, has_final)
-        already_made(record, _facts(maker), FIELD)
+        already_made(record, _comparable(_facts(maker), facts), FIELD)
         return maker
 
     def path(self, example: Example) -> Path:
@@ -189,6 +189,14 @@ class HiddenStateFiles:
         as_they_are = self._selected == list(range(states.taps.shape[1]))
         taps = states.taps if as_they_are else states.taps[:, self._selected]
         return ExampleStates(taps, states.greedy, states.final if self._asked.with_final else None)
+
+
+def _comparable(facts: dict[str, Any], found: Any) -> dict[str, Any]:
+    """Facts of a maker, with the found digest of matrices where its own verifier has none: parts lack the matrices."""
+    verifier, theirs = facts["verifier"], found.get("verifier")
+    if verifier["matrices_digest"] is not None or not isinstance(theirs, dict):
+        return facts
+    return {**facts, "verifier": {**verifier, "matrices_digest": theirs.get("matrices_digest")}}
 
 
 def _facts(maker: InProcess) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from blockdraft.progress import progress
 from blockdraft.records import Example
-from blockdraft.verifiers.base import Verifier
+from blockdraft.verifiers.base import TrainingVerifier, whole
 
 GROUP = 16  # examples run together
 SINK_POSITIONS = 4  # first positions of a text, whose states are outliers and are kept out of statistics
@@ -66,7 +66,7 @@ class InProcess:
         with_final: give the states after the final norm, too.
     """
 
-    def __init__(self, verifier: Verifier, target_layer_ids: Sequence[int], with_final: bool = False) -> None:
+    def __init__(self, verifier: TrainingVerifier, target_layer_ids: Sequence[int], with_final: bool = False) -> None:
         self.verifier, self.target_layer_ids, self.with_final = verifier, tuple(target_layer_ids), with_final
         kept = len(self.target_layer_ids) + with_final
         self.bytes_per_token = kept * verifier.identity.hidden_size * verifier.dtype.itemsize + 8
@@ -83,7 +83,7 @@ class InProcess:
         sequences = [torch.tensor(example.input_ids) for example in examples]
         sources = [example.source_ids for example in examples]
         results = []
-        found = self.verifier.states(sequences, self.target_layer_ids, sources)
+        found = whole(self.verifier).states(sequences, self.target_layer_ids, sources)
         for example, states in zip(examples, found, strict=True):
             first = example.first_target - 1
             greedy = torch.full((len(example.input_ids),), -1, device=states.final.device)

@@ -25,7 +25,7 @@ from blockdraft.training.hidden_state_files import HiddenStateFiles
 from blockdraft.training.hidden_states import HiddenStateProvider, InProcess, TrainingStates
 from blockdraft.training.loggers import log_folder
 from blockdraft.training.split import joined, split_examples
-from blockdraft.verifiers.base import Verifier
+from blockdraft.verifiers.base import TrainingVerifier
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class TrainingPlan:
     def __init__(
         self,
         settings: TrainSettings,
-        verifier: Verifier,
+        verifier: TrainingVerifier,
         examples: Sequence[Example],
         states: TrainingStates | None = None,
         mode: ChatMode | None = None,

@@ -18,6 +18,8 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 # Rotary types whose angles depend on the position alone. The others change with the length of the text ("dynamic",
 # "longrope"): keys that are in a cache would keep the angles of a shorter text.
 _FIXED_ROPE = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
+# What families call the norm behind the last layer.
+_FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "final_norm", "norm_f", "embedding_norm", "layer_norm")
 # By the name of the field: whether the head's output is multiplied by it (1) or divided (-1). The names mislead.
 _LOGIT_SCALES = {"logit_scale": 1, "logits_scaling": -1}
 _MULTIPLY_ALL = frozenset({"hyperclovax"})
@@ -56,6 +58,19 @@ def require_known(model: Any, name: str) -> None:
         raise reject(f"its config does not state the shape of a layer ({error})") from None
 
 
+def final_norm_of(model: Any, name: str) -> nn.Module:
+    """The module between the last decoder layer and the output head.
+
+    Raises:
+        InputError: the decoder has none of a known name.
+    """
+    children = dict(model.get_decoder().named_children())
+    found = next((children[each] for each in _FINAL_NORMS if each in children), None)
+    if found is None:
+        raise InputError("verifier", name, f"{type(model).__name__} is not supported: its final norm is not known")
+    return found
+
+
 def layer_types(config: Any) -> tuple[str, ...]:
     """The kind of attention of every layer; empty where the config does not state any."""
     return tuple(getattr(config, "layer_types", None) or ())
@@ -83,7 +98,7 @@ def rope_parameters(config: Any) -> dict[str, Any]:
     Of a dictionary for each kind of layer it is that of the full layers. Gemma 4's "proportional" type rotates a part
     of a head by the angles of the whole one; a draft rotates all of it, which is the default type.
     """
-    parameters = dict(config.rope_parameters)
+    parameters = dict(getattr(config, "rope_parameters", None) or {})
     nested = parameters.get(FULL)
     flat = dict(nested) if isinstance(nested, dict) else parameters
     if flat.get("rope_type") == "proportional":

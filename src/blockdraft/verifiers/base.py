@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -64,8 +64,8 @@ class VerifierCache(Protocol):
         ...
 
 
-class Verifier(Protocol):
-    """A frozen target model, driven one forward pass at a time."""
+class TrainingVerifier(Protocol):
+    """What training reads of a frozen verifier: its identity, its tables and the final norm, none of its layers."""
 
     identity: VerifierIdentity
     tokenizer: Any
@@ -107,6 +107,22 @@ class Verifier(Protocol):
         """
         ...
 
+    def normed(self, raw: Tensor) -> Tensor:
+        """`States.final` [..., E] of raw outputs of the last layer, the tap after all layers, [..., E]."""
+        ...
+
+    def logits(self, final: Tensor) -> Tensor:
+        """float32 logits [..., V] of states that have gone through the final norm, soft cap included."""
+        ...
+
+    def greedy(self, final_TE: Tensor) -> Tensor:
+        """The verifier's own next token after each position, int64 [T], without holding [T, V] logits."""
+        ...
+
+
+class Verifier(TrainingVerifier, Protocol):
+    """A frozen target model, driven one forward pass at a time."""
+
     def states(
         self, sequences: Sequence[Tensor], target_layer_ids: Sequence[int], sources: Sources = ()
     ) -> list[States]:
@@ -128,10 +144,8 @@ class Verifier(Protocol):
         """
         ...
 
-    def logits(self, final: Tensor) -> Tensor:
-        """float32 logits [..., V] of states that have gone through the final norm, soft cap included."""
-        ...
 
-    def greedy(self, final_TE: Tensor) -> Tensor:
-        """The verifier's own next token after each position, int64 [T], without holding [T, V] logits."""
-        ...
+def whole(verifier: TrainingVerifier) -> Verifier:
+    """The verifier as one that runs its layers; only for code that is never given parts alone."""
+    assert hasattr(verifier, "states"), "these are parts of a verifier"
+    return cast(Verifier, verifier)

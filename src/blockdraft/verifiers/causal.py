@@ -37,15 +37,7 @@ class CausalVerifier(InProcessVerifier):
         return embedding(ids, self._table)
 
     def sides(self, prompt: Sequence[int], name: str) -> Sides:
-        if not prompt:
-            raise InputError(name, "empty", "a prompt needs at least one token")
-        if len(prompt) >= self.context_length:
-            raise InputError(
-                name,
-                f"{len(prompt)} tokens",
-                f"the verifier's context holds {self.context_length}; shorten the prompt",
-            )
-        return Sides(list(prompt))
+        return decoder_sides(prompt, name, self.context_length)
 
     @torch.no_grad()
     def states(
@@ -58,7 +50,7 @@ class CausalVerifier(InProcessVerifier):
         # Right padding needs no mask: under causal attention no real position sees the padding behind it.
         padded = nn.utils.rnn.pad_sequence(list(sequences), batch_first=True).to(self.device)
         with self._recording(target_layer_ids) as taps:
-            final = self._scaled(self._decoder(input_ids=padded, use_cache=False).last_hidden_state)
+            final = self.scaled(self._decoder(input_ids=padded, use_cache=False).last_hidden_state)
         taps_RCLE = stacked(taps, target_layer_ids, final)
         return [States(taps_RCLE[row, :length], final[row, :length]) for row, length in enumerate(lengths)]
 
@@ -102,7 +94,7 @@ class CausalVerifier(InProcessVerifier):
                 past_key_values=cache,
                 use_cache=True,
             ).last_hidden_state
-        return States(stacked(taps, target_layer_ids, final), self._scaled(final))
+        return States(stacked(taps, target_layer_ids, final), self.scaled(final))
 
     @torch.no_grad()
     def prove(self) -> None:
@@ -116,3 +108,18 @@ class CausalVerifier(InProcessVerifier):
             with eager_attention(self.model):
                 own = self.model(tokens, use_cache=False, output_hidden_states=True)
             prove(self, own_forward(own.logits, own.hidden_states, len(self._layers)), tokens)
+
+
+def decoder_sides(prompt: Sequence[int], name: str, context_length: int) -> Sides:
+    """A prompt that goes to the decoder whole.
+
+    Raises:
+        InputError: it is empty, or leaves no room for a reply.
+    """
+    if not prompt:
+        raise InputError(name, "empty", "a prompt needs at least one token")
+    if len(prompt) >= context_length:
+        raise InputError(
+            name, f"{len(prompt)} tokens", f"the verifier's context holds {context_length}; shorten the prompt"
+        )
+    return Sides(list(prompt))

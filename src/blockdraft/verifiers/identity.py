@@ -14,7 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from blockdraft.contract import VerifierIdentity
 from blockdraft.errors import InputError
@@ -36,8 +46,12 @@ def has_encoder(config: Any) -> bool:
 
 
 def model_class(config: Any) -> Any:
-    """transformers' class for models of a config."""
-    return AutoModelForSeq2SeqLM if has_encoder(config) else AutoModelForCausalLM
+    """transformers' class for models of a config; many multimodal models have no causal one."""
+    if has_encoder(config):
+        return AutoModelForSeq2SeqLM
+    multimodal = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    causal = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return AutoModelForImageTextToText if multimodal and not causal else AutoModelForCausalLM
 
 
 def norm_names(decoder: nn.Module) -> list[str]:
@@ -92,39 +106,72 @@ def read_identity(
     Raises:
         InputError: nothing there, or its norms are not found.
     """
+    files = open_files(name_or_path, trust_remote_code, revision)
+    return files.identity(), softcap_of(files.model.config.get_text_config())
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model without weights, and where they lie.
+
+    Attributes:
+        model: on the meta device.
+        name: folder or hub id.
+    """
+
+    model: Any
+    tokenizer: Any
+    layout: Layout
+    name: str
+    revision: str | None
+
+    def identity(self) -> VerifierIdentity:
+        """The identity of the model, reading its norms and a few rows of its matrices.
+
+        Raises:
+            InputError: its norms are not found, or a file is damaged.
+        """
+        try:
+            weights = self._sampled()
+        except InputError:
+            raise
+        except Exception as error:  # whatever the hub's client and the readers raise
+            raise unreadable(self.name, error) from error
+        identity = identity_of(self.model, self.tokenizer, self.name, weights)
+        return dataclasses.replace(identity, revision=commit_of(self.name, self.revision))
+
+    def _sampled(self) -> SampledWeights:
+        decoder = self.model.get_decoder()
+        own = next((f"{name}." for name, module in self.model.named_modules() if module is decoder), "")
+        names = norm_names(decoder)
+        places = [self.layout.places(own + name, [0]) for name in names]
+        missing = next((name for name, found in zip(names, places, strict=True) if not found), None)
+        if missing is not None:
+            raise InputError("--verifier-name-or-path", self.name, f"its safetensors files have no {own}{missing}")
+        norms = read_rows([place for (place,) in places])
+        rows = {name: self.layout.places(name, sampled_rows(p.shape)) for name, p in matrices_of(self.model).items()}
+        return SampledWeights(dict(zip(names, norms, strict=True)), digest_of_files(self.model, rows))
+
+
+def open_files(name_or_path: str, trust_remote_code: bool = False, revision: str | None = None) -> ModelFiles:
+    """Config, tokenizer and the headers of the weights of a folder or hub id.
+
+    Raises:
+        InputError: nothing there, or not readable.
+    """
     require_hub_id(name_or_path, revision)
     origin: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision}
     try:
         config = AutoConfig.from_pretrained(name_or_path, **origin)
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, **origin)
         with torch.device("meta"):
-            model = model_class(config).from_config(config, trust_remote_code=trust_remote_code)
-        weights = _read_weights(model, name_or_path, revision)
-    except InputError:
-        raise
+            model = model_class(config).from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        stored = tensors_of(name_or_path, revision)
     except Exception as error:  # whatever the hub's client, the readers and the model's own code raise
         raise unreadable(name_or_path, error) from error
-    text = model.config.get_text_config()
-    identity = identity_of(model, tokenizer, name_or_path, weights)
-    identity = dataclasses.replace(identity, revision=commit_of(name_or_path, revision))
-    return identity, softcap_of(text)
-
-
-def _read_weights(model: Any, name_or_path: str, revision: str | None) -> SampledWeights:
-    decoder = model.get_decoder()
-    own = next((f"{name}." for name, module in model.named_modules() if module is decoder), "")
-    stored = tensors_of(name_or_path, revision)
     if not stored:
         raise InputError("--verifier-name-or-path", name_or_path, "there is no safetensors file")
-    layout = Layout(model, stored)
-    names = norm_names(decoder)
-    places = [layout.places(own + name, [0]) for name in names]
-    missing = next((name for name, found in zip(names, places, strict=True) if not found), None)
-    if missing is not None:
-        raise InputError("--verifier-name-or-path", name_or_path, f"its safetensors files have no {own}{missing}")
-    norms = read_rows([place for (place,) in places])
-    rows = {name: layout.places(name, sampled_rows(p.shape)) for name, p in matrices_of(model).items()}
-    return SampledWeights(dict(zip(names, norms, strict=True)), digest_of_files(model, rows))
+    return ModelFiles(model, tokenizer, Layout(model, stored), name_or_path, revision)
 
 
 def stop_ids_of(generation_config: Any, tokenizer: Any) -> frozenset[int]:

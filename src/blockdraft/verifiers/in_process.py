@@ -14,22 +14,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from blockdraft.ops.head import head_logits
-from blockdraft.verifiers.architecture import (
-    layer_shape,
-    logit_scale_of,
-    require_known,
-    rope_parameters,
-    window_of,
-)
+from blockdraft.verifiers.architecture import final_norm_of, require_known
 from blockdraft.verifiers.attention import register
-from blockdraft.verifiers.base import LayerShape
-from blockdraft.verifiers.identity import identity_of, softcap_of, stop_ids_of
-
-GREEDY_ROWS = 128  # positions whose logits exist at once when only the most likely token is wanted
+from blockdraft.verifiers.identity import identity_of, stop_ids_of
+from blockdraft.verifiers.output_side import OutputSide
 
 
-class InProcessVerifier:
+class InProcessVerifier(OutputSide):
     """Parts of `verifiers.base.Verifier` that do not depend on whether there is an encoder.
 
     Args:
@@ -40,49 +31,14 @@ class InProcessVerifier:
         require_known(model, name)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
-        self._config = config = model.config.get_text_config()
+        config = model.config.get_text_config()
         self._decoder = model.get_decoder()
         self._layers: nn.ModuleList = self._decoder.layers
-        self.head_VE: Tensor = model.get_output_embeddings().weight
-        self.logit_softcap = softcap_of(config)
-        self._logit_scale = logit_scale_of(config)
+        super().__init__(config, final_norm_of(model, name), model.get_output_embeddings().weight)
         self.context_length: int = config.max_position_embeddings
         self.stop_ids = stop_ids_of(model.generation_config, tokenizer)
         model.set_attn_implementation(register())
         self.identity = identity_of(model, tokenizer, name)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.head_VE.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.head_VE.device
-
-    @property
-    def window(self) -> int | None:
-        """Positions that sliding layers see. Read where it is needed, since a proof shortens it."""
-        return window_of(self._config)
-
-    def layer_shape(self) -> LayerShape:
-        return layer_shape(self._config)
-
-    def rope_parameters(self) -> dict[str, Any]:
-        return rope_parameters(self._config)
-
-    def _scaled(self, final: Tensor) -> Tensor:
-        """States behind the final norm as the output head wants them: with the family's scale of logits."""
-        return final if self._logit_scale == 1 else final * self._logit_scale
-
-    @torch.no_grad()
-    def logits(self, final: Tensor) -> Tensor:
-        logits = head_logits(final, self.head_VE).float()
-        return logits if self.logit_softcap is None else self.logit_softcap * torch.tanh(logits / self.logit_softcap)
-
-    @torch.no_grad()
-    def greedy(self, final_TE: Tensor) -> Tensor:
-        parts = [self.logits(part).argmax(dim=-1) for part in final_TE.split(GREEDY_ROWS)]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=self.device)
 
     @contextlib.contextmanager
     def _recording(self, target_layer_ids: Sequence[int]) -> Iterator[dict[int, Tensor]]:

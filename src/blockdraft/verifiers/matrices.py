@@ -126,6 +126,22 @@ class Layout:
         chosen = [every[int(numbers.flatten()[row])] for row in rows]
         return chosen if all(stored.shape[-1] == shape[-1] for stored, _ in chosen) else []
 
+    def stored_under(self, name: str) -> list[tuple[str, Stored]]:
+        """What the files hold for a parameter, or under the name of the module that owns it, by the files' names."""
+        exact = [(source, self._stored[source]) for source, _ in self._sources.get(name, [])]
+        owner = name.rpartition(".")[0] + "."
+        return exact or [
+            (source, self._stored[source])
+            for target, sources in self._sources.items()
+            if target.startswith(owner)
+            for source, _ in sources
+        ]
+
+    def is_plain(self, name: str) -> bool:
+        """Whether the files hold a parameter as one tensor of its own numbers."""
+        sources = self._sources.get(name, [])
+        return len(sources) == 1 and sources[0][1] is None
+
     def _row_numbers(self, name: str) -> Tensor | None:
         """The model's parameter with each row replaced by its number among the rows of its sources, [..., 1]."""
         by_pattern: dict[str | None, WeightConverter] = {

@@ -96,10 +96,12 @@ def prove(verifier: Verifier, own: OwnForward, tokens_RT: Tensor, sources: Sourc
     """
     num_layers = verifier.identity.num_layers
     target_layer_ids = range(num_layers)
-    for row, states in enumerate(verifier.states(list(tokens_RT), target_layer_ids, sources)):
-        _require_equal(
-            verifier, "in one pass", states.taps, own.taps[row], verifier.logits(states.final), own.logits[row]
-        )
+    for row, states in enumerate(verifier.states(list(tokens_RT), range(num_layers + 1), sources)):
+        taps, logits = states.taps[:, :num_layers], verifier.logits(states.final)
+        _require_equal(verifier, "in one pass", taps, own.taps[row], logits, own.logits[row])
+        # Trainers that have no layers are given the last tap and make of it what the head reads.
+        again = verifier.logits(verifier.normed(states.taps[:, num_layers]))
+        _require_equal(verifier, "behind the final norm", taps, own.taps[row], again, own.logits[row])
     cache, starts = verifier.cache(len(tokens_RT), sources), [0] * len(tokens_RT)
     for width, kept in STEPS:
         parts = [slice(start, start + width) for start in starts]

@@ -1,7 +1,8 @@
-"""Tensors of safetensors files, row by row: of a folder, or of a hub repository by ranged requests.
+"""Tensors of safetensors files, whole or by rows: of a folder, or of a hub repository by ranged requests.
 
 No file is read whole. A header says where each tensor lies; a row is a range of bytes. On the hub each file costs one
-request for its place, two for its header and one for every row, so that a verifier of any size is a few megabytes.
+request for its place, two for its header and one for every row or piece of a tensor, so that what is not asked for is
+not fetched.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _CONNECTIONS = 8  # requests at a time
+_PIECE = 2**23  # bytes of a whole tensor that are asked for at once
 _LONGEST_HEADER = 100_000_000  # the format's own limit
 
 
@@ -94,6 +96,34 @@ class Stored:
         if len(data) != length:
             raise ValueError("a safetensors file ends too early")
         return torch.frombuffer(bytearray(data), dtype=dtype)
+
+    def whole(self, dtype: torch.dtype) -> Tensor:
+        """All of the tensor in a dtype, on the CPU; read in pieces, so that little more than the result is in memory.
+
+        Raises:
+            ValueError: as `row` does.
+        """
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype} has no rows of plain numbers")
+        stored, made = DTYPES[self.dtype], torch.empty(self.shape, dtype=dtype)
+        flat, at_once = made.view(-1), _PIECE // DTYPES[self.dtype].itemsize
+
+        def read(first: int) -> None:
+            count = min(at_once, flat.numel() - first)
+            length = count * stored.itemsize
+            data = self.file.read(self.start + first * stored.itemsize, length)
+            if len(data) != length:
+                raise ValueError("a safetensors file ends too early")
+            flat[first : first + count] = torch.frombuffer(bytearray(data), dtype=stored)
+
+        firsts = range(0, flat.numel(), at_once)
+        if isinstance(self.file, LocalFile):
+            for first in firsts:
+                read(first)
+        else:
+            with ThreadPoolExecutor(_CONNECTIONS) as pool:
+                list(pool.map(read, firsts))
+        return made
 
 
 def read_rows(places: Sequence[tuple[Stored, int]]) -> list[Tensor]:

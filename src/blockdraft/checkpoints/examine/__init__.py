@@ -1,0 +1,1 @@
+"""Contradictions in a checkpoint: what its files state, and the checks that compare it."""
