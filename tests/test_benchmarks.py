@@ -112,6 +112,23 @@ def test_t5gemma2_drafts_are_measured_in_both_engines(small_asset: Asset, tmp_pa
     assert row[6] == "0" and row[11] == "3 of 3 |"
 
 
+@pytest.mark.slow
+def test_a_trainer_of_parts_is_measured(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "trainer_memory.py"),
+        "--sizes",
+        "tiny",
+        "--out",
+        str(tmp_path / "r.md"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (row,) = [line.strip("|").split(" | ") for line in (tmp_path / "r.md").read_text().splitlines() if "tiny (" in line]
+    imports, read, peak = map(float, row[5:8])
+    assert 0 < imports <= read <= peak
+
+
 def test_t5gemma2_step_counts_what_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = {"VOCABULARY": 2000, "WIDTH": 64, "HEADS": 4, "HEAD_DIM": 16, "INTERMEDIATE": 64, "LAYERS": 6, "SOURCE": 40,
              "TARGET": 30, "ANCHORS": 8, "DRAFT_VOCABULARY": 500, "DRAFT_LAYERS": 2, "TAPS": (1, 3, 6)}  # fmt: skip

@@ -57,6 +57,10 @@ a checkpoint, and `serve` before an engine starts.
 T5Gemma 2 (`t5gemma2`) is the one family with an encoder: {t5gemma2}. Other multimodal models are not loaded,
 except for those in the table, of which the text model is used.
 
+A *no* under "in process" is about hidden states, evaluation and decoding. From hidden states that were made elsewhere,
+`train` needs only embedding, output head and final norm ([Data](data.md#hidden-states-on-disk)), which also come from
+multimodal models and from families with linear attention.
+
 | model type | class | in process | served with a draft |
 |---|---|---|---|
 """

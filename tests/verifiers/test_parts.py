@@ -18,6 +18,7 @@ from transformers import AutoModelForImageTextToText, BartConfig, BartForCausalL
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from blockdraft.errors import InputError
+from blockdraft.verifiers import tensor_files
 from blockdraft.verifiers.identity import model_class
 from blockdraft.verifiers.loading import load_verifier, save_folder
 from blockdraft.verifiers.parts import VerifierParts, read_parts
@@ -90,8 +91,9 @@ def own_ends(folder: str, config: Any) -> tuple[torch.Tensor, torch.Tensor, PreT
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_parts_are_those_of_the_whole_model(kind: str, tmp_path: Path) -> None:
-    """In shards, and in a folder that holds nothing else of it."""
+def test_parts_are_those_of_the_whole_model(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In shards, and in a folder that holds nothing else of it; read in pieces that no row fits."""
+    monkeypatch.setattr(tensor_files, "_PIECE", 1000)
     model = MODELS[kind]()
     folder = saved(model, tmp_path / "v", max_shard_size="20KB")
     logits, raw, own = own_ends(folder, model.config)
@@ -197,6 +199,26 @@ def test_what_is_no_language_model_is_named(tmp_path: Path) -> None:
         assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("family", "says"),
+    [
+        (Family("falcon_h1", {"lm_head_multiplier": 0.5}), "its logits are not understood"),
+        (Family("inkling_text"), "its logits are not understood"),
+        (Family("mbart"), "its output head cannot be run alone"),
+        (Family("phi"), "its output head has a bias"),
+        (Family("gpt2"), "no list of decoder layers"),
+        (Family("bart"), "its final norm is not known"),
+        (Family("mamba"), "does not state max_position_embeddings"),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_a_family_whose_parts_are_not_enough_is_rejected(family: Family, says: str, tmp_path: Path) -> None:
+    folder = saved(tiny_model(family), tmp_path)
+    with pytest.raises(InputError, match=says) as error:
+        parts_of(folder)
+    assert "is not supported" in str(error.value) and "\n" not in str(error.value)
+
+
 def test_a_shape_that_the_config_does_not_state_is_given(tmp_path: Path) -> None:
     folder = saved(tiny_model(Family("gpt_neox_japanese")), tmp_path / "v")
     with pytest.raises(InputError, match=r"does not state the shape of a layer .*--num-attention-heads"):
@@ -211,7 +233,8 @@ def test_of_a_hub_id_only_the_parts_are_fetched(tmp_path: Path) -> None:
     save_folder(tiny_verifier_of("llama"), tmp_path / "v")
     size = (tmp_path / "v" / "model.safetensors").stat().st_size
     local = read_parts(str(tmp_path / "v"), torch.bfloat16, "cpu")
-    script = "import torch\nfrom blockdraft.verifiers.parts import read_parts\n"
+    script = "import torch\nfrom blockdraft.verifiers import tensor_files\n"
+    script += "from blockdraft.verifiers.parts import read_parts\ntensor_files._PIECE = 3000\n"
     script += "p = read_parts('org/tiny', torch.bfloat16, 'cpu', revision='v1')\n"
     script += "ends = {'head': p.head_VE, 'embed': p.embed(torch.arange(128)), 'normed': p.normed(torch.ones(3, 32))}\n"
     script += f"torch.save((ends, p.identity), {str(tmp_path / 'found')!r})"

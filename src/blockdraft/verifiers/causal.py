@@ -50,7 +50,7 @@ class CausalVerifier(InProcessVerifier):
         # Right padding needs no mask: under causal attention no real position sees the padding behind it.
         padded = nn.utils.rnn.pad_sequence(list(sequences), batch_first=True).to(self.device)
         with self._recording(target_layer_ids) as taps:
-            final = self._scaled(self._decoder(input_ids=padded, use_cache=False).last_hidden_state)
+            final = self.scaled(self._decoder(input_ids=padded, use_cache=False).last_hidden_state)
         taps_RCLE = stacked(taps, target_layer_ids, final)
         return [States(taps_RCLE[row, :length], final[row, :length]) for row, length in enumerate(lengths)]
 
@@ -94,7 +94,7 @@ class CausalVerifier(InProcessVerifier):
                 past_key_values=cache,
                 use_cache=True,
             ).last_hidden_state
-        return States(stacked(taps, target_layer_ids, final), self._scaled(final))
+        return States(stacked(taps, target_layer_ids, final), self.scaled(final))
 
     @torch.no_grad()
     def prove(self) -> None:

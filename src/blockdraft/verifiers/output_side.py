@@ -48,13 +48,13 @@ class OutputSide:
     def rope_parameters(self) -> dict[str, Any]:
         return rope_parameters(self._config)
 
-    def _scaled(self, final: Tensor) -> Tensor:
+    def scaled(self, final: Tensor) -> Tensor:
         """States behind the final norm as the output head wants them: with the family's scale of logits."""
         return final if self._logit_scale == 1 else final * self._logit_scale
 
     @torch.no_grad()
     def normed(self, raw: Tensor) -> Tensor:
-        return self._scaled(self._final_norm(raw))
+        return self.scaled(self._final_norm(raw))
 
     @torch.no_grad()
     def logits(self, final: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from blockdraft.verifiers.causal import decoder_sides
 from blockdraft.verifiers.encoder_decoder import check_source
 from blockdraft.verifiers.hub import FIELD, is_gguf, unreadable
 from blockdraft.verifiers.identity import ModelFiles, has_encoder, open_files
+from blockdraft.verifiers.logits_proof import prove_logits
 from blockdraft.verifiers.output_side import OutputSide
 from blockdraft.verifiers.tensor_files import DTYPES
 from blockdraft.verifiers.text_side import TextSide, read_text_side
@@ -139,6 +140,7 @@ def read_parts(
             return embedding(ids, table_VE)
 
     parts = VerifierParts(identity, text, model.config, final_norm, head_VE, embed, shape or {})
+    prove_logits(model, parts, name)
     took = time.monotonic() - start
     LOGGER.debug("parts of %s read in %s on %s: %.1f GiB in %.1f s", name, dtype, device, reader.bytes / 2**30, took)
     return parts
