@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -287,3 +287,30 @@ def test_the_docs_list_every_check() -> None:
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     listed = [line for line in rows if line.split("`")[1] not in ("error", "warning", "not checked", "verifier")]
     assert listed == [f"| `{each.name}` | {each.question} |" for each in CHECKS]
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every key and entry of a JSON value."""
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in entries:
+        yield (*path, key)
+        yield from places(each, (*path, key))
+
+
+@pytest.mark.parametrize("layout", ["own", "speculators", "z-lab"])
+def test_values_of_other_types_are_findings_and_no_crash(own: Path, tmp_path: Path, layout: str) -> None:
+    folder = tmp_path / "draft"
+    shutil.copytree(own, folder) if layout == "own" else draft_of(layout, folder)
+    (folder / "train_command.txt").write_text("train --epochs nan --block-size inf --draft-vocab-size 1e999 --lr")
+    path = folder / "config.json"
+    stated = json.loads(path.read_text())
+    checks = [each for each in CHECKS if each.name != "numbers"]  # which reads tensors alone
+    for place in list(places(stated)):
+        for wrong in ("x", [None], {"a": 1}, 10**12):
+            changed = json.loads(json.dumps(stated))
+            inner = changed
+            for key in place[:-1]:
+                inner = inner[key]
+            inner[place[-1]] = wrong
+            path.write_text(json.dumps(changed))
+            examine(read_facts(folder), checks)

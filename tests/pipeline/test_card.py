@@ -81,10 +81,11 @@ def test_a_card_states_what_the_files_of_the_run_do(
     record = json.loads((trained / "data" / "data_config.json").read_text())
     provenance = json.loads((run_copy / "provenance.json").read_text())
     counts = record["sources"]["words"]
-    wanted = [counts["read"], counts["kept"], counts["documents"], counts["train"], counts["validation"]]
+    wanted = [counts["read"], counts["kept"], counts["documents"]]
     (words,), (every,) = rows_of(text, "words"), rows_of(text, "all")
     assert words[1:] == every[1:] == [str(n) for n in (*wanted, counts["tokens"]["learned"])]
-    assert f"Examples trained on: {provenance['train_documents']}." in text
+    held = counts["documents"] - provenance["train_documents"]
+    assert f"Examples trained on: {provenance['train_documents']}; held out for validation: {held}." in text
     best = provenance["validation"][-1]
     assert rows_of(text, str(best["step"]))[0][1] == f"{best['acceptance_length']:.3f}"
     assert rows_of(text, "lr") == [["lr", str(provenance["settings"]["lr"])]]

@@ -50,6 +50,7 @@ def test_finished_stages_are_not_repeated_and_changes_are_not_answered_stale(
     assert result["float32"]["same_rounds_as_one_pass"] == 3
     show_quickstart(result)
     assert "token-identical" in capsys.readouterr().out
+    assert Path(result["card"]).read_text().startswith("---")  # written while `check` finds nothing
     assert len(next_commands(result)) == 3
     # The example is of what the draft was trained on, and what is asked is shown.
     command = shlex.split(next_commands(result)[0])

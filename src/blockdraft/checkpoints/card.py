@@ -114,8 +114,9 @@ def _head(facts: CardFacts) -> list[str]:
     draft = facts.contract.draft
     return [
         f"# {facts.name}", "", MARK, "",
-        f"A {draft.method} draft model for speculative decoding of {verifier}. It reads {len(draft.target_layer_ids)} "
-        f"hidden states of the verifier and proposes up to {draft.num_speculative_tokens} tokens in one forward pass. "
+        f"A {draft.method} draft model for speculative decoding of {verifier}. It reads hidden states of the verifier "
+        f"at {len(draft.target_layer_ids)} depths and proposes up to {draft.num_speculative_tokens} tokens in one "
+        "forward pass. "
         "The verifier accepts the longest prefix that it agrees with: the text stays the verifier's own.",
     ]  # fmt: skip
 
@@ -125,7 +126,8 @@ def _usage(facts: CardFacts) -> list[str]:
     for index, (k, command) in enumerate(facts.commands.items()):
         why = "trained number" if index == 0 else "fewer: often faster with many requests at once"
         lines += ["", f"K = {k} ({why}):", "", f"```bash\n{command}\n```"]
-    return [*lines, "", "`blockdraft serve FOLDER --k K` checks draft and verifier first and runs the same command."]
+    lines += ["", "`model` is the folder of this draft, or its hub id."]
+    return [*lines, "`blockdraft serve FOLDER --k K` checks draft and verifier first and runs the same command."]
 
 
 def _draft(facts: CardFacts) -> list[str]:
@@ -151,22 +153,22 @@ def _data(facts: CardFacts) -> list[str]:
     sources = facts.data.get("sources")
     if not sources:
         return [*lines, f"Sources and counts: {UNKNOWN}. {_trained_on(facts)}"]
-    columns = ("read", "kept", "documents", "train", "validation")
+    columns = ("read", "kept", "documents")
     counts = [[each.get(name, 0) for name in columns] + [each["tokens"]["learned"]] for each in sources.values()]
     rows = [[name, *(f"{n:,}" for n in row)] for name, row in zip(sources, counts, strict=True)]
     total = ["all", *(f"{sum(column):,}" for column in zip(*counts, strict=True))]
     verifier = facts.data.get("facts", {}).get("verifier")
     author = "the verifier itself" if verifier else "others than the verifier, or unknown"
     return [
-        *lines, *table(("source", "rows read", "kept", "examples", "train", "validation", "supervised tokens"),
-                       [*rows, total]),
+        *lines, *table(("source", "rows read", "kept", "examples", "supervised tokens"), [*rows, total]),
         "", f"Responses were written by {author}. {_trained_on(facts)}",
     ]  # fmt: skip
 
 
 def _trained_on(facts: CardFacts) -> str:
-    documents = facts.provenance.get("train_documents")
-    return f"Examples trained on: {documents:,}." if isinstance(documents, int) else f"Examples trained on: {UNKNOWN}."
+    counts = [facts.provenance.get(f"{side}_documents") for side in ("train", "validation")]
+    train, held = (f"{count:,}" if isinstance(count, int) else UNKNOWN for count in counts)
+    return f"Examples trained on: {train}; held out for validation: {held}."
 
 
 def _training(facts: CardFacts) -> list[str]:
@@ -205,11 +207,9 @@ def _validation(facts: CardFacts) -> list[str]:
         )
         for each in facts.validations
     ]
-    held = sum(each.get("validation", 0) for each in facts.data.get("sources", {}).values())
-    on = f"on {held:,} held-out examples" if held else "on held-out examples"
     return [
-        *lines, f"Exact acceptance in the verifier's full vocabulary, {on}, K = "
-        f"{facts.contract.draft.num_speculative_tokens}.", "",
+        *lines, "Exact acceptance on the held-out examples, in the verifier's full vocabulary, "
+        f"K = {facts.contract.draft.num_speculative_tokens}.", "",
         *table(("step", "acceptance length", "acceptance rate"), rows),
     ]  # fmt: skip
 
@@ -220,10 +220,12 @@ def _benchmarks(facts: CardFacts) -> list[str]:
         return [*lines, f"{UNKNOWN.capitalize()}."]
     found = {title: [_pick(cell, names) for cell in facts.cells] for title, names in _CELLS.items()}
     shown = {title: values for title, values in found.items() if any(value is not None for value in values)}
-    rows = [
-        ["none" if value is None else _shown(value, ".2f") for value in row]
-        for row in zip(*shown.values(), strict=True)
+    absent = {"draft": "none", "K": "", "speedup": "", "acceptance length": ""}
+    columns = [
+        [absent.get(title, UNKNOWN) if value is None else _shown(value, ".2f") for value in values]
+        for title, values in shown.items()
     ]
+    rows = zip(*columns, strict=True)
     machine = facts.bench.get("machine") or UNKNOWN
     versions = facts.bench.get("versions")
     return [

@@ -245,6 +245,8 @@ def show_quickstart(result: dict[str, Any]) -> None:
     table.add_row("machine", result["machine"])
     table.add_row("verifier", result["verifier_folder"])
     table.add_row("draft", result["checkpoint"])
+    if "card" in result:
+        table.add_row("model card", result["card"] or "none: `blockdraft check` says why")
     console.print(table)
     _failures(console, result)
     console.print("\nNext:")

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from blockdraft.checkpoints.examine.facts import CARD
 from blockdraft.choices import Dtype
 from blockdraft.data.table import RECORD, read_examples
 from blockdraft.data.vocabulary import occurring_tokens
@@ -24,6 +25,7 @@ from blockdraft.digests import digest_of
 from blockdraft.errors import InputError
 from blockdraft.files import locked, read_json, write_json
 from blockdraft.ops.acceptance import AcceptanceCounts
+from blockdraft.pipeline.card import card
 from blockdraft.pipeline.evaluate import num_same_rounds, one_pass, proof_failures, prove_by_decoding
 from blockdraft.pipeline.loading import Pair, encode_all, load_pair
 from blockdraft.pipeline.prepare import prepare
@@ -33,6 +35,7 @@ from blockdraft.progress import progress, say
 from blockdraft.records import Example
 from blockdraft.runtime import limit_threads, machine_description, resolve_device, resolve_dtype
 from blockdraft.settings import (
+    CardSettings,
     CheckpointSettings,
     PrepareSettings,
     QuickstartSettings,
@@ -143,7 +146,16 @@ def _quickstart(settings: QuickstartSettings) -> dict[str, Any]:
     say(f"[2/4] training a {settings.method} draft for about {settings.minutes:g} minutes")
     checkpoint = _train(run, verifier)
     say(f"[3/4] acceptance, and [4/4] decoding {len(heldout)} held-out prompts with and without the draft")
-    return _measure(run, checkpoint, heldout)
+    result = _measure(run, checkpoint, heldout)
+    return {**result, "card": _card(checkpoint, settings)}
+
+
+def _card(checkpoint: Path, settings: QuickstartSettings) -> str | None:
+    """The draft's model card; None where the checkpoint contradicts itself, which the card's command then says."""
+    path = checkpoint / CARD
+    if not path.is_file():  # else of an earlier run, and perhaps edited since
+        card(CardSettings(checkpoint=checkpoint, trust_remote_code=settings.trust_remote_code))
+    return str(path) if path.is_file() else None
 
 
 class _Lazy:

@@ -87,6 +87,7 @@ class RunFolder:
             total_steps=plan.total_steps,
             documents_seen=sum(len(row) for row in plan.rows[: progress.step * settings.grad_accum]),
             train_documents=len(plan.train),
+            validation_documents=len(plan.validation),
             validation=[dataclasses.asdict(each) for each in progress.history[-1:]],
             chat=dataclasses.asdict(plan.mode),
         )

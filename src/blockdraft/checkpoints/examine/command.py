@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class Command:
             value = float(text)
         except ValueError:
             return None
-        return int(value) if value.is_integer() else value
+        return plain(value) if math.isfinite(value) else None
 
     def numbers(self, name: str) -> list[int] | None:
         """All values of a flag as whole numbers; commas part them as well."""

@@ -37,11 +37,12 @@ def rotary(facts: CheckpointFacts) -> Findings:
         return
     parameters = parameters if isinstance(parameters, dict) else {}
     theta = parameters.get("rope_theta")
+    own = facts.draft.get("rope_parameters")
     yield from agree(
         [
             Statement(f"{where} rope_theta", theta),
             Statement(f"{CONFIG} rope_theta", layers.get("rope_theta")),
-            Statement("contract rope_theta", (facts.draft.get("rope_parameters") or {}).get("rope_theta")),
+            Statement("contract rope_theta", own.get("rope_theta") if isinstance(own, dict) else None),
         ],
         "readers of the other field would turn by other angles",
     )

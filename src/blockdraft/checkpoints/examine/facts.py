@@ -199,8 +199,7 @@ def _layout(config: dict[str, Any]) -> str:
     if "speculators_model_type" in config or "speculators_config" in config:
         return "speculators"
     if NESTED_ZLAB in config:
-        classes = " ".join(map(str, config.get("architectures") or []))
-        return "angelslim" if "num_anchors" in config or "QwenDFl" in classes else "z-lab"
+        return "angelslim" if "num_anchors" in config or "QwenDFl" in str(config.get("architectures")) else "z-lab"
     if "target_layer_ids" in config or "dspark_target_layer_ids" in config:
         return "deepspec"
     return "unknown"

@@ -126,7 +126,8 @@ def fusion_width(facts: CheckpointFacts) -> Findings:
     if not ids or not isinstance(width, int):
         return
     fc, mixing = facts.shape("fc.weight"), facts.shape("layer_fusion_weights")
-    source = facts.config.get("target_hidden_size") or width
+    stated = facts.config.get("target_hidden_size")
+    source = stated if isinstance(stated, int) and stated else width
     if fc is not None and fc != (width, len(ids) * source):
         yield error(
             "tensor fc.weight", list(fc), f"{len(ids)} target layers of {source} need [{width}, {len(ids) * source}]"

@@ -16,6 +16,7 @@ from blockdraft.errors import InputError
 
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 _PIECE = 2**24  # elements read at once
+_MOST_LAYERS = 512  # a damaged config may state any number, which the check `depth` reports
 _FROZEN = ("lm_head.weight", "embed_tokens.weight")  # the verifier's, whose padded rows may be zero
 _VERIFIERS = ("verifier_lm_head.weight", "verifier_norm.weight")
 
@@ -47,7 +48,7 @@ def tensor_names(facts: CheckpointFacts) -> Findings:
     """No tensor is missing, none is left over. (Our own layout: the check `contract` is exact.)"""
     if facts.own or not facts.tensors:
         return
-    layers = facts.number_of_layers or 0
+    layers = min(facts.number_of_layers or 0, _MOST_LAYERS)
     parts = ("input_layernorm", "post_attention_layernorm", "self_attn.o_proj", "self_attn.q_norm", "self_attn.k_norm",
              "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
     needed = {"norm.weight", "hidden_norm.weight"}
