@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # the same names as in _HOME, for type checkers and editors
     from blockdraft import errors
     from blockdraft.api import Evaluation, evaluate, load_draft, load_verifier, train
     from blockdraft.decoding.engine import DecodingEngine, Reply
-    from blockdraft.errors import BlockdraftError, InputError
+    from blockdraft.errors import BlockdraftError, InputError, StoppedError
     from blockdraft.pipeline.loading import Pair
     from blockdraft.settings import (
         CheckpointSettings,
@@ -33,7 +33,7 @@ _HOME = {
     "errors": "errors",
     **dict.fromkeys(("Evaluation", "evaluate", "load_draft", "load_verifier", "train"), "api"),
     **dict.fromkeys(("DecodingEngine", "Reply"), "decoding.engine"),
-    **dict.fromkeys(("BlockdraftError", "InputError"), "errors"),
+    **dict.fromkeys(("BlockdraftError", "InputError", "StoppedError"), "errors"),
     "Pair": "pipeline.loading",
     **dict.fromkeys(
         ("CheckpointSettings", "EvaluateSettings", "SamplingSettings", "TrainSettings", "VerifierSettings"), "settings"
@@ -50,6 +50,7 @@ __all__ = [
     "Pair",
     "Reply",
     "SamplingSettings",
+    "StoppedError",
     "Summary",
     "TrainSettings",
     "VerifierSettings",

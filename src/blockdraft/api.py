@@ -77,7 +77,7 @@ def train(settings: TrainSettings | None = None, /, *, verifier: Verifier | None
 
     Raises:
         InputError: wrong settings or data, found before anything is trained.
-        KeyboardInterrupt: stopped; the state is saved.
+        StoppedError: stopped by a signal or `time_limit`; the state is saved, and the same call goes on.
     """
     asked = _settings(TrainSettings, settings, values)
     if asked.dry_run:

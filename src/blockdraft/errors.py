@@ -15,6 +15,15 @@ class BlockdraftError(Exception):
         super().__init__(_BREAKS.sub(lambda found: found[0].encode("unicode_escape").decode(), message))
 
 
+class StoppedError(BlockdraftError):
+    """Work was stopped before its end, by a signal or a time limit; all of it is saved, and the same command goes on.
+
+    The command line ends with exit code 75, the system's word for "try again" (EX_TEMPFAIL of sysexits.h).
+    """
+
+    exit_code = 75
+
+
 class InputError(BlockdraftError):
     """Wrong use or wrong input, found before work starts. The command line ends with exit code 2.
 

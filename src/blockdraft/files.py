@@ -129,6 +129,19 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
+def link(path: Path, target: Path) -> None:
+    """Let `path` be a link to `target`, relative so that both can be moved together; a link there before is replaced.
+
+    Raises:
+        BlockdraftError: the disk takes no link.
+    """
+    temporary = _temporary(path)
+    with writing(path):
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(os.path.relpath(target, path.parent))
+        temporary.replace(path)
+
+
 def require_writable(folder: Path, field: str) -> None:
     """Reject a folder that cannot be made or written to, before any work is done for it. It is not made here."""
     place = folder

@@ -106,7 +106,7 @@ def real_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, str]:
             break
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=120)
-    assert process.returncode == 130, said
+    assert process.returncode == 75, said
     assert "the same command goes on from there" in said and "Traceback" not in said
     process = start(folder)
     out, err = process.communicate(timeout=1500)

@@ -198,7 +198,7 @@ def test_a_folder_that_does_not_say_what_it_holds_is_rejected(
 ) -> None:
     trainer = prepared(settings_of(tmp_path), tiny_verifier)
     trainer.progress.step = 1
-    trainer._save_state()
+    trainer.folder.resume_states.save(trainer._state())
     record = tmp_path / "run" / RECORD
     record.unlink() if content is None else record.write_text(content)
     with pytest.raises(InputError) as error:

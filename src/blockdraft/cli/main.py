@@ -1,4 +1,5 @@
-"""Entry point. Exit codes: 0 done, 1 failed, 2 wrong use or input (one line, no traceback), 130 interrupted."""
+"""Entry point. Exit codes: 0 done, 1 failed, 2 wrong use or input (one line, no traceback),
+75 stopped before the end with everything saved (the same command goes on), 130 interrupted."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import Any
 
 from blockdraft.data.record import read_record
@@ -30,6 +31,7 @@ def train(
         verifier: one that is loaded already; else the one the settings name.
         states: hidden states that are made already, of the same examples.
     """
+    started = time.monotonic()
     require_writable(settings.save_path, "--save-path")
     if settings.log_dir is not None and settings.logger != "none":
         require_writable(settings.log_dir, "--log-dir")
@@ -42,7 +44,7 @@ def train(
         if summary is not None:
             say(f"{settings.save_path}: this run is finished ({summary['steps']} steps); --restart starts it again")
             return summary
-        return Trainer.prepare(plan).run()
+        return Trainer.prepare(plan).run(started)
 
 
 def _plan(settings: TrainSettings, verifier: TrainingVerifier | None, states: TrainingStates | None) -> TrainingPlan:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blockdraft.choices import Dtype, Logger, OnGenerate, OnMissing, Optimizer, Schedule, Switch
-from blockdraft.settings.base import required, setting
+from blockdraft.durations import seconds_of
+from blockdraft.settings.base import check, required, setting
 from blockdraft.settings.common import VerifierSettings
 from blockdraft.settings.draft import DraftSettings, ObjectiveSettings
 
@@ -52,7 +53,16 @@ class TrainSettings(ObjectiveSettings, DraftSettings, VerifierSettings):
     compile: Switch = setting("auto", "torch.compile of the feed-forward layers: on, off or auto (on CUDA)")
     seed: int = setting(0, "seed of everything random", at_least=0)
 
-    checkpoint_freq: float = setting(1.0, "epochs between saves of the resumable state", above=0, identifies=False)
+    checkpoint_freq: float = setting(
+        1.0, "epochs between validations and saves of the resumable state; 0.1 is every tenth of one", above=0,
+        identifies=False,
+    )  # fmt: skip
+    keep: int = setting(2, "resumable states kept, the newest", at_least=1, identifies=False)
+    time_limit: str | None = setting(
+        None,
+        "stop and save after so long (3h30m, 90m, or 5400 seconds) with exit code 75; the same command goes on",
+        identifies=False,
+    )
     log_freq: int = setting(10, "steps between log entries", at_least=1, identifies=False)
     logger: Logger = setting("tensorboard", "tensorboard or none", identifies=False)
     log_dir: Path | None = setting(None, "folder for TensorBoard; default: logs/ under --save-path", identifies=False)
@@ -62,6 +72,11 @@ class TrainSettings(ObjectiveSettings, DraftSettings, VerifierSettings):
     restart: bool = setting(
         False, "start again: forget the training state of an earlier run in --save-path", identifies=False
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fits = self.time_limit is None or seconds_of(self.time_limit) is not None
+        check(fits, "time_limit", self.time_limit, "must be a span of time such as 3h30m, 90m or 5400 (seconds)")
 
 
 @dataclass(frozen=True, kw_only=True)

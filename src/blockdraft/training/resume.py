@@ -1,8 +1,8 @@
 """The resume states of a run: weights, optimizer moments, step and history.
 
 States are folders named by step. A state has a digest of its file beside it, and only one that fits its digest and
-has all its parts is ever resumed from. The two newest of those are kept: a damaged one is passed over with a warning
-and never pushes out a good one.
+has all its parts is ever resumed from. The newest of those are kept: a damaged one is passed over with a warning
+and never pushes out a good one. The link `latest` beside the states leads to the newest.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch.utils._pytree import tree_map_only
 
 from blockdraft.digests import file_digest
 from blockdraft.errors import InputError
-from blockdraft.files import reason, replacing, write_text, writing
+from blockdraft.files import link, reason, replacing, write_text, writing
 from blockdraft.progress import warn
 from blockdraft.training.history import Progress
 from blockdraft.typed import checked
 
+LATEST = "latest"
 _FILE, _DIGEST = "state.pt", "state.sha256"
-_KEPT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +41,26 @@ class ResumeState:
     optimizers: list[dict[str, Any]]
     progress: Progress
 
+    @classmethod
+    def copied(cls, draft: dict[str, Any], optimizers: list[dict[str, Any]], progress: Progress) -> ResumeState:
+        """A state of its own on the CPU, which is written while training goes on, and read on any device."""
+        own_draft, own_optimizers = tree_map_only(torch.Tensor, _copied, (draft, optimizers))
+        return cls(own_draft, own_optimizers, dataclasses.replace(progress))
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
 
 class ResumeStates:
     """The resume states of one run. It remembers which of them are whole, so that none is read again to prune."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        self.folder, self.keep = folder, keep
         self._whole: set[Path] = set()
 
     def save(self, state: ResumeState) -> None:
-        """Write a state and drop all but the newest two that are whole, the damaged ones included.
-
-        Tensors are written from the CPU, so that a run resumes on another device than the one it was stopped on.
+        """Write a state and drop all but the newest `keep` that are whole, the damaged ones included.
 
         Raises:
             BlockdraftError: the disk is full; the states before are kept.
@@ -65,9 +73,10 @@ class ResumeStates:
         path = self._path(state.progress.step)
         with replacing(path) as temporary:
             with writing(path, RuntimeError):  # torch's writer raises no OSError
-                torch.save(tree_map_only(torch.Tensor, torch.Tensor.cpu, content), temporary / _FILE)
+                torch.save(content, temporary / _FILE)
             write_text(temporary / _DIGEST, file_digest(temporary / _FILE, str(path)) + "\n")
         self._whole.add(path)
+        link(self.folder.parent / LATEST, path)
         self._prune()
 
     def newest(self) -> ResumeState | None:
@@ -95,6 +104,7 @@ class ResumeStates:
     def clear(self) -> None:
         """Remove all states."""
         with writing(self.folder):
+            (self.folder.parent / LATEST).unlink(missing_ok=True)
             if self.folder.exists():
                 shutil.rmtree(self.folder)
         self._whole.clear()
@@ -115,7 +125,7 @@ class ResumeStates:
         """Keep the newest whole states; those of an earlier run are looked at once."""
         kept = 0
         for path in self._all():
-            if kept < _KEPT and self._is_whole(path):
+            if kept < self.keep and self._is_whole(path):
                 kept += 1
             else:
                 _remove(path)

@@ -9,7 +9,7 @@ from typing import Any
 from blockdraft.checkpoints.store import save_draft
 from blockdraft.digests import already_made
 from blockdraft.errors import InputError
-from blockdraft.files import write_json, writing
+from blockdraft.files import link, write_json, writing
 from blockdraft.models.block_draft import BlockDraft
 from blockdraft.runtime import resolve_dtype
 from blockdraft.settings import resolved
@@ -20,6 +20,7 @@ from blockdraft.training.resume import ResumeState, ResumeStates
 
 BEST, LAST, STATES = "checkpoint_best", "checkpoint_last", "states"
 RECORD = "settings.json"
+BEST_LINK = "best"
 
 
 class RunFolder:
@@ -27,7 +28,7 @@ class RunFolder:
 
     def __init__(self, plan: TrainingPlan) -> None:
         self.plan, self.path = plan, plan.settings.save_path
-        self.resume_states = ResumeStates(self.path / STATES)
+        self.resume_states = ResumeStates(self.path / STATES, plan.settings.keep)
 
     def finished(self) -> dict[str, Any] | None:
         """The summary of an earlier run of this plan that came to its end; None where there is none.
@@ -94,6 +95,8 @@ class RunFolder:
         saved = settings.save_dtype
         dtype = plan.verifier.dtype if saved == "auto" else resolve_dtype(saved, device, "--save-dtype")
         save_draft(self.path / name, draft, plan.contract, dtype, record)
+        if name == BEST:
+            link(self.path / BEST_LINK, self.path / BEST)
 
     def finish(self, draft: BlockDraft, progress: Progress) -> dict[str, Any]:
         """Write the last checkpoint and the summary, which is returned."""

@@ -1,8 +1,9 @@
-"""Stopping a run from outside."""
+"""Stopping a run before its end: by a signal, or since its time is over."""
 
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,8 +12,12 @@ from blockdraft.progress import say
 
 
 @contextmanager
-def stop_requested() -> Iterator[Callable[[], bool]]:
-    """Turn SIGTERM and Ctrl-C into a question that the loop asks between steps; a second Ctrl-C ends at once."""
+def stop_requested(deadline: float | None = None) -> Iterator[Callable[[], bool]]:
+    """Turn SIGTERM and Ctrl-C into a question that the loop asks between steps; a second Ctrl-C ends at once.
+
+    Args:
+        deadline: when `time.monotonic()` has come so far, the answer is yes, too.
+    """
     asked = False
 
     def ask(number: int, _: Any) -> None:
@@ -25,7 +30,7 @@ def stop_requested() -> Iterator[Callable[[], bool]]:
     signals = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, ask) for number in signals]
     try:
-        yield lambda: asked
+        yield lambda: asked or (deadline is not None and time.monotonic() >= deadline)
     finally:
         for number, handler in zip(signals, before, strict=True):
             signal.signal(number, handler)

@@ -9,6 +9,7 @@ draft or takes up an earlier run's, and `Trainer.run` trains and writes what cam
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from typing import Any
@@ -16,12 +17,14 @@ from typing import Any
 import torch
 
 from blockdraft.decoding.one_pass import rounds_of_example
-from blockdraft.errors import BlockdraftError, InputError
+from blockdraft.durations import seconds_of
+from blockdraft.errors import BlockdraftError, InputError, StoppedError
 from blockdraft.files import reason
 from blockdraft.losses.metrics import BlockMetrics
 from blockdraft.models.block_draft import BlockDraft
 from blockdraft.ops.acceptance import AcceptanceCounts
 from blockdraft.progress import progress, say
+from blockdraft.training.background import background_writer
 from blockdraft.training.creation import create_draft
 from blockdraft.training.history import Progress, Validation
 from blockdraft.training.loggers import LogWindow, make_logger
@@ -86,23 +89,33 @@ class Trainer:
             self._update(step % self.plan.total_steps, factor=0.0)
         return (time.monotonic() - start) / num_steps
 
-    def run(self) -> dict[str, Any]:
-        """Train to the end, or up to a signal; returns the summary that is also written to `summary.json`.
+    def run(self, started: float | None = None) -> dict[str, Any]:
+        """Train to the end, or up to a signal or the time limit; returns the summary, also written to `summary.json`.
+
+        Args:
+            started: `time.monotonic()` when the time limit began to run; default: now.
 
         Raises:
-            KeyboardInterrupt: stopped by a signal; the state is saved and the next run goes on from it.
+            StoppedError: stopped before the end; the state is saved and the next run goes on from it.
+            BlockdraftError: a loss, gradient or weight is not finite, or the disk is full; the states before are kept.
         """
         plan, settings, total = self.plan, self.plan.settings, self.plan.total_steps
         logger, window = make_logger(settings.logger, plan.log_folder), LogWindow()
         every = max(1, round(settings.checkpoint_freq * plan.steps_per_epoch))
-        with stop_requested() as stop, progress("training", total, self.progress.step) as advance:
+        limit = seconds_of(settings.time_limit) if settings.time_limit else None
+        deadline = None if limit is None else (time.monotonic() if started is None else started) + limit
+        with (
+            stop_requested(deadline) as stop, background_writer() as writer,
+            progress("training", total, self.progress.step) as advance,
+        ):  # fmt: skip
             texts = f"{len(plan.train)} documents, {len(plan.validation)} for validation"
             say(f"training: {total} steps, {texts}")  # from here on, a signal stops after a step
             while self.progress.step < total:
                 factor = self._factor(self.progress.step)
                 window.add(*self._next_update(factor))
                 step = self.progress.step
-                finished = step == total
+                finished, stopping = step == total, stop()
+                writer.raise_failure()
                 if step % settings.log_freq == 0 or finished:
                     figures = window.taken()
                     logger.log({f"train/{k}": v for k, v in figures.items()} | {"train/lr_factor": factor}, step)
@@ -111,12 +124,13 @@ class Trainer:
                 validates = step % every == 0 or finished
                 if validates:
                     logger.log({f"validation/{k}": v for k, v in self._validate().items()}, step)
-                if validates or stop():
-                    self._save_state()
-                if stop() and not finished:
+                if validates or stopping:
+                    writer.submit(functools.partial(self.folder.resume_states.save, self._state()))
+                if stopping and not finished:
+                    writer.wait()
                     logger.close()
                     command = "the same command" + (" without --restart" if settings.restart else "")
-                    raise KeyboardInterrupt(f"stopped after step {step}; {command} goes on from there")
+                    raise StoppedError(f"stopped after step {step}; {command} goes on from there")
         logger.close()
         return self.folder.finish(self.draft, self.progress)
 
@@ -170,13 +184,15 @@ class Trainer:
         return torch.autocast(verifier.device.type, torch.bfloat16, enabled=verifier.dtype == torch.bfloat16)
 
     def _refuse_nan(self, step: int) -> None:
-        broken = [
-            n for n, p in self.draft.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())
-        ]
+        parameters = dict(self.draft.named_parameters())
+        weights = [name for name, weight in parameters.items() if not bool(weight.isfinite().all())]
+        gradients = [n for n, p in parameters.items() if p.grad is not None and not bool(p.grad.isfinite().all())]
+        what = f"the weight {', '.join(weights[:3])}" if weights else ""
+        what = what or (f"the gradient of {', '.join(gradients[:3])}" if gradients else "the loss")
         plan = self.plan
         names = [plan.train[example].id for number in plan.rows_of(step) for example in plan.rows[number]]
         raise BlockdraftError(
-            f"step {step + 1}: the gradient of {', '.join(broken[:3]) or 'the loss'} is not finite; "
+            f"step {step + 1}: {what} is not finite; rows {', '.join(map(str, plan.rows_of(step)))}, "
             f"examples {names[:8]}; the state before it is kept: lower --lr or --muon-lr, or look at these examples"
         )
 
@@ -196,9 +212,8 @@ class Trainer:
             self.folder.save_checkpoint(BEST, self.draft, self.progress)
         return figures
 
-    def _save_state(self) -> None:
-        state = ResumeState(self.draft.state_dict(), self.optimizers.state_dict(), self.progress)
-        self.folder.resume_states.save(state)
+    def _state(self) -> ResumeState:
+        return ResumeState.copied(self.draft.state_dict(), self.optimizers.state_dict(), self.progress)
 
 
 def _fresh_draft(plan: TrainingPlan) -> BlockDraft:
