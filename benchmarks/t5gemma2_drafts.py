@@ -48,6 +48,7 @@ def draft_of(method: str, verifier: str, data: Path, folder: Path, epochs: float
     settings = TrainSettings(
         verifier_name_or_path=verifier, dtype="float32", data_path=data, save_path=folder / method,
         speculator_type=method, logger="none", total_seq_len=1024, epochs=epochs, max_anchors=256,
+        num_layers=2, lr=2e-3, muon_lr=4e-2,
     )  # fmt: skip
     start = time.monotonic()
     checkpoint = Path(train(settings)["checkpoint"])

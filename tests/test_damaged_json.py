@@ -165,7 +165,7 @@ def data(root: Path, verifier: CausalVerifier) -> dict[str, Kind]:
 def settings_of(root: Path) -> TrainSettings:
     return TrainSettings(
         verifier_name_or_path=str(root / "verifier"), dtype="float32", data_path=root / "data", save_path=root / "run",
-        num_taps=2, epochs=1.0, total_seq_len=64, mask_token_id=100, logger="none",
+        num_taps=2, epochs=1.0, total_seq_len=64, mask_token_id=100, logger="none", num_layers=2,
     )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ def test_a_page_lists_the_flags_of_help(name: str) -> None:
 
 def test_a_page_says_what_a_setting_takes() -> None:
     page = reference.pages()["train.md"]
-    assert "`--num-layers` <small>whole number 1 to 512, default 2</small>" in page
+    assert "`--num-layers` <small>whole number 1 to 512, default 5</small>" in page
     assert "`--speculator-type` <small>dflash | dflare | dspark, default dflash</small>" in page
     assert "`--data-path` <small>path, **required**</small>" in page
     assert "`--sliding-window-non-causal` <small>switch, default off</small>" in page

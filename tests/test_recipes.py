@@ -11,9 +11,11 @@ from blockdraft.checkpoints.store import read_contract
 from blockdraft.data.sources import parse_sources
 from blockdraft.data.table import read_examples
 from blockdraft.data.vocabulary import occurring_tokens
+from blockdraft.errors import InputError
 from blockdraft.pipeline.prepare import prepare
 from blockdraft.pipeline.regenerate import regenerate
 from blockdraft.pipeline.train import train
+from blockdraft.presets import PRESETS
 from blockdraft.settings import PrepareSettings, RegenerateSettings, TrainSettings, build
 from blockdraft.training.creation import choose_taps
 from blockdraft.verifiers.encoder_decoder import EncoderDecoderVerifier
@@ -26,7 +28,7 @@ DATA = RECIPES / "t5gemma2-1b-1b.data.yaml"
 PLACES = {"data_path": Path("data"), "save_path": Path("run")}
 
 
-KINDS = {"data": PrepareSettings, "dflare": TrainSettings}
+KINDS = {"data": PrepareSettings, "train": TrainSettings, **dict.fromkeys(PRESETS, TrainSettings)}
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.name)
@@ -34,6 +36,14 @@ def test_every_recipe_can_be_read(recipe: Path) -> None:
     kind = KINDS[recipe.name.split(".")[-2]]
     places = {name: path for name, path in PLACES.items() if name in kind.__dataclass_fields__}
     assert build(kind, places, recipe).verifier_name_or_path
+
+
+def test_a_name_is_enough_wherever_the_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = build(TrainSettings, PLACES, Path("qwen3-8b.dflash"))
+    assert (settings.verifier_name_or_path, settings.block_size) == ("Qwen/Qwen3-8B", 16)
+    with pytest.raises(InputError, match=r"--config: qwen3-8b\.dflesh: .*there are qwen3-8b\.dflash"):
+        build(TrainSettings, PLACES, Path("qwen3-8b.dflesh"))
 
 
 def test_the_published_t5gemma2_draft() -> None:

@@ -100,7 +100,7 @@ def small_trained_draft(small_asset: Asset, small_verifier: EncoderDecoderVerifi
         settings = TrainSettings(
             verifier_name_or_path=str(small_asset.verifier), dtype="float32", data_path=data,
             save_path=folder / "draft", speculator_type="dflare", logger="none", total_seq_len=1024,
-            epochs=4 * rows / count, max_anchors=256, num_layers=2,
+            epochs=4 * rows / count, max_anchors=256, num_layers=2, lr=2e-3, muon_lr=4e-2,
         )  # fmt: skip
         train(settings, small_verifier)
 

@@ -45,7 +45,8 @@ def _by_commands(device: str, folder: Path) -> None:
         digests.append(made["digest"])
     assert digests[0] == digests[1]
     common = (*verifier, "--data-path", folder / f"data-{device}", "--device", device, "--dtype", "float32",
-              "--hidden-states-path", folder / "states", "--target-layer-ids", 1, 2, 4)  # fmt: skip
+              "--hidden-states-path", folder / "states", "--target-layer-ids", 1, 2, 4,
+              "--config", "quickstart.train")  # fmt: skip
     assert _call("states", *common)["made"] == 12
     trained = _call("train", *common, "--save-path", folder / "run", "--epochs", 1, "--logger", "none")
     assert trained["best_acceptance_length"] >= 1

@@ -51,6 +51,7 @@ def plan_of(verifier: LoadedVerifier, folder: Path, **changes: object) -> Traini
         "dtype": "float32", "device": str(verifier.device), "data_path": folder, "save_path": folder / "run",
         "logger": "none", "target_layer_ids": TAPS, "epochs": 2.0, "total_seq_len": 80, "max_anchors": 12,
         "mask_token_id": MASK, "train_data_ratio": 0.7, "block_size": 5, "num_layers": 2, "compile": "off",
+        "lr": 2e-3, "muon_lr": 4e-2,
     }  # fmt: skip
     return TrainingPlan(TrainSettings(**{**settings, **changes}), verifier, examples_for(verifier))  # type: ignore[arg-type]
 

@@ -60,7 +60,7 @@ class Stage:
         return TrainSettings(
             verifier_name_or_path=str(self.root / verifier), dtype="float32", data_path=self.regenerated(data),
             save_path=self.root / name, speculator_type=method, logger="none", mask_token_id=free, epochs=2.0,
-            total_seq_len=128, num_layers=1,
+            total_seq_len=128, num_layers=1, lr=2e-3, muon_lr=4e-2,
         )  # fmt: skip
 
 

@@ -149,6 +149,7 @@ def trained_checkpoint(real_verifier: CausalVerifier, shared_root: Path) -> Call
                 data_path=made_once(shared_root / "real-data", data) / "data", save_path=folder / "run",
                 speculator_type=method, draft_vocab_size=None if method == "dflash" else 2000, mask_token_id=4,
                 logger="none", total_seq_len=1024, epochs=3.0, max_anchors=96, num_layers=1,
+                lr=2e-3, muon_lr=4e-2,
             )  # fmt: skip
             train(settings, real_verifier)
 

@@ -112,7 +112,8 @@ def test_a_combination_trains_decodes_saves_and_reloads(
         total_seq_len=80, max_anchors=12, mask_token_id=100, train_data_ratio=0.7, block_size=5,
         context_fusion=fusion, context_kv=kv, sequential_head=sequential, markov_rank=6, confidence_head=confidence,
         confidence_with_previous=previous, sample_from_anchor=from_anchor, draft_vocab_size=vocabulary,
-        loss_fn='{"ce": 0.5, "kl": 0.5}' if from_anchor else "ce", **LAYERS[layers],
+        loss_fn='{"ce": 0.5, "kl": 0.5}' if from_anchor else "ce",
+        **{"num_layers": 2, "lr": 2e-3, "muon_lr": 4e-2, **LAYERS[layers]},
     )  # fmt: skip
     trainer = stage.trainer(settings)
     before = {name: parameter.detach().clone() for name, parameter in trainer.draft.named_parameters()}

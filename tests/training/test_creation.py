@@ -30,7 +30,9 @@ EXAMPLES = [random_example(24, 6, i) for i in range(4)]
 
 
 def settings(**changes: object) -> TrainSettings:
-    base = TrainSettings(data_path=Path("data"), save_path=Path("run"), dtype="float32", mask_token_id=100, num_taps=3)
+    base = TrainSettings(
+        data_path=Path("data"), save_path=Path("run"), dtype="float32", mask_token_id=100, num_taps=3, num_layers=2
+    )
     return dataclasses.replace(base, **changes)
 
 

@@ -52,6 +52,7 @@ def test_a_compiled_run_trains_and_its_draft_is_lossless(
         dtype="float32", device=DEVICE, data_path=tmp_path, save_path=tmp_path / "run", logger="none",
         speculator_type=method, target_layer_ids=(0, 2, 4), epochs=4.0, total_seq_len=80, max_anchors=12,
         mask_token_id=100, block_size=4, compile="on",
+        num_layers=2, lr=2e-3, muon_lr=4e-2,
     )  # fmt: skip
     examples = [random_example(24 + i % 5, 6 + i % 3, i) for i in range(12)]
     trainer = Trainer.prepare(TrainingPlan(settings, verifier, examples))

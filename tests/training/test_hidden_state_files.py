@@ -45,7 +45,8 @@ def examples_of(kind: str) -> list[Example]:
 def settings_of(folder: Path, name: str, **changes: object) -> TrainSettings:
     base = TrainSettings(
         dtype="float32", data_path=folder / "data", save_path=folder / name, target_layer_ids=(0, 2, 4), epochs=2.0,
-        total_seq_len=80, max_anchors=16, mask_token_id=100, train_data_ratio=0.7, logger="none", muon_lr=0.02,
+        total_seq_len=80, max_anchors=16, mask_token_id=100, train_data_ratio=0.7, logger="none", lr=2e-3,
+        muon_lr=0.02, num_layers=2,
     )  # fmt: skip
     return dataclasses.replace(base, **changes)
 

@@ -40,7 +40,8 @@ EXAMPLES = [random_example(24 + i % 5, 6 + i % 3, i) for i in range(12)]
 def settings_of(folder: Path, **changes: object) -> TrainSettings:
     base = TrainSettings(
         dtype="float32", data_path=folder / "data", save_path=folder / "run", num_taps=3, epochs=3.0,
-        total_seq_len=80, max_anchors=16, mask_token_id=100, train_data_ratio=0.7, logger="none", muon_lr=0.02,
+        total_seq_len=80, max_anchors=16, mask_token_id=100, train_data_ratio=0.7, logger="none", lr=2e-3,
+        muon_lr=0.02, num_layers=2,
     )  # fmt: skip
     return dataclasses.replace(base, **changes)
 

@@ -47,7 +47,9 @@ def settings_of(folder: Path, **changes: object) -> TrainSettings:
         mask_token_id=100,
         train_data_ratio=0.7,
         logger="none",
+        lr=2e-3,
         muon_lr=0.02,
+        num_layers=2,
     )
     return dataclasses.replace(base, **changes)
 

@@ -27,7 +27,14 @@ def command(cls: type, run: Callable[[dict[str, Any], Path | None, bool], None])
     ordered = sorted((f for f in fields if not _unparsed(f)), key=_arguments_and_required_first)
     rest = next((field.name for field in fields if _unparsed(field)), None)
     parameters = [_parameter(field, hints[field.name], panels.get(field.name)) for field in ordered]
-    parameters.append(_option("config", Path | None, None, "YAML or TOML recipe; flags given here win over it"))
+    parameters.append(
+        _option(
+            "config",
+            Path | None,
+            None,
+            "YAML or TOML recipe, or the name of one that comes along, such as qwen3-8b.dflash; flags win over it",
+        )
+    )
     parameters.append(_option("json", bool, False, "print the result as one JSON object on stdout"))
     parameters.append(_option("verbose", bool, False, "also say details: settings, device, files, times", short="-v"))
     parameters.append(_option("quiet", bool, False, "say nothing but warnings and errors", short="-q"))
@@ -45,6 +52,11 @@ def command(cls: type, run: Callable[[dict[str, Any], Path | None, bool], None])
     function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return function
+
+
+_CONFIG_HELP = (
+    "YAML or TOML recipe, or the name of one of the package's, such as qwen3-8b.dflash; flags given here win over it"
+)
 
 
 def takes_more(cls: type) -> bool:

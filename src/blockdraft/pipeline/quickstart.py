@@ -42,6 +42,8 @@ from blockdraft.settings import (
     RegenerateSettings,
     SamplingSettings,
     TrainSettings,
+    build,
+    read_recipe,
     resolved,
 )
 from blockdraft.training.creation import free_control_tokens
@@ -59,6 +61,7 @@ RESULT_FORMAT = 3  # 2: `failures`; 3: `mismatches`
 TIE_RULE = "measured bound"  # part of what determines a result: results of another rule are not reused
 REGENERATE_BATCH = 64
 MOST_EPOCHS = 10**6
+TRAIN_RECIPE = Path("quickstart.train")
 TRAIN_SHARE = 0.95  # few prompts: most of them are needed for training
 
 
@@ -106,7 +109,8 @@ class Run:
     @property
     def training(self) -> Path:
         settings = self.settings
-        facts = [self.data.name, settings.method, settings.minutes, settings.seed, _TRAIN_DEFAULTS]
+        recipe = read_recipe(TRAIN_RECIPE, TrainSettings)
+        facts = [self.data.name, settings.method, settings.minutes, settings.seed, _TRAIN_DEFAULTS, recipe]
         return self.root / f"{settings.method}-{digest_of(facts)}"
 
     @property
@@ -197,24 +201,24 @@ def _make_data(run: Run, verifier: _Lazy) -> None:
 
 
 def _train_settings(run: Run, verifier: Verifier, examples: Sequence[Example]) -> TrainSettings:
-    """The quickstart's way to train: the defaults of `blockdraft train`, and a mask token found for it."""
+    """The quickstart's way to train: its recipe, and a mask token found for it."""
     settings = run.settings
     mask = None
     if verifier.tokenizer.mask_token_id is None and len(verifier.tokenizer) >= verifier.identity.vocab_size:
         seen = occurring_tokens(examples)
         mask = next((index for index, _ in free_control_tokens(verifier.tokenizer, seen)), None)
-    return TrainSettings(
-        verifier_name_or_path=run.verifier_folder,
-        dtype=run.dtype_name,
-        device=settings.device,
-        threads=settings.threads,
-        data_path=run.data,
-        save_path=run.training,
-        speculator_type=settings.method,
-        mask_token_id=mask,
-        seed=settings.seed,
-        **run.origin(),
-    )
+    places = {
+        "verifier_name_or_path": run.verifier_folder,
+        "dtype": run.dtype_name,
+        "device": settings.device,
+        "threads": settings.threads,
+        "data_path": run.data,
+        "save_path": run.training,
+        "speculator_type": settings.method,
+        "mask_token_id": mask,
+        "seed": settings.seed,
+    }
+    return build(TrainSettings, {**places, **run.origin()}, TRAIN_RECIPE)
 
 
 def _train(run: Run, verifier: _Lazy) -> Path:

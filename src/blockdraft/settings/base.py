@@ -18,6 +18,7 @@ from blockdraft.files import read_text, reading, reason
 from blockdraft.progress import warn
 
 S = TypeVar("S")
+RECIPES = Path(__file__).parent.parent / "recipes"  # they come with the package
 _INT_LIMIT = 2**31 - 1
 _FLOAT_LIMIT = 1e9
 
@@ -273,6 +274,8 @@ def _parsed(value: Any, wanted: Any, where: str) -> Any:
 def read_recipe(path: Path, cls: type) -> dict[str, Any]:
     """Read a YAML or TOML recipe: one mapping of setting names (with dashes or underscores) to values.
 
+    A name without an ending, such as `qwen3-8b.dflash`, means a recipe of the package where there is no such file.
+
     Raises:
         InputError: it cannot be read, names a setting that `cls` does not have or one twice, or has a value of the
             wrong type.
@@ -296,7 +299,22 @@ def read_recipe(path: Path, cls: type) -> dict[str, Any]:
     return values
 
 
+def packaged_recipe(name: str) -> Path:
+    """The file of a recipe that comes with the package, such as `qwen3-8b.dflash`.
+
+    Raises:
+        InputError: there is none of this name.
+    """
+    found = {path.stem: path for path in sorted(RECIPES.glob("*.yaml"))}
+    if name not in found:
+        near = difflib.get_close_matches(name, found, 3) or sorted(found)
+        raise InputError("--config", name, f"no such file, and no recipe of this name; there are {', '.join(near)}")
+    return found[name]
+
+
 def _parsed_recipe(path: Path) -> Any:
+    if not path.exists() and path.suffix not in (".yaml", ".yml", ".toml") and len(path.parts) == 1:
+        path = packaged_recipe(path.name)
     text = read_text(path, "--config")
     with reading(path, "--config"):
         if path.suffix == ".toml":

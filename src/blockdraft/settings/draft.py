@@ -38,7 +38,7 @@ class DraftSettings(Settings):
     sample_from_anchor: bool | None = setting(
         None, f"every slot, the anchor's too, proposes the token behind it; {_BY_TYPE}"
     )
-    num_layers: int = setting(2, "draft layers", at_least=1, at_most=512)
+    num_layers: int = setting(5, "draft layers", at_least=1, at_most=512)
     block_size: int = setting(8, "slots of a block, the anchor included", at_least=2, at_most=1024)
     num_attention_heads: int | None = setting(None, "query heads; default: the verifier's", at_least=1, at_most=65536)
     num_key_value_heads: int | None = setting(
