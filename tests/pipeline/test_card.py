@@ -92,6 +92,9 @@ def test_a_card_states_what_the_files_of_the_run_do(
     assert rows_of(text, "gsm8k")[1][1:] == ["d", "7", "1", "640", "25.00", "2.50", "3.25"]
     assert "Hardware: 2 cores of X. Versions: vllm 0.32.0." in text
     names = {str(path.relative_to(run_copy)) for path in run_copy.rglob("*") if path.is_file()}
+    assert {"training_state.json", "train_command.txt", "val_metrics.json"} <= names
+    state = json.loads((run_copy / "training_state.json").read_text())
+    assert state["epoch"] == 2.0 * state["step"] / state["total_steps"] and state["step"] == provenance["step"]
     assert {"summary.json", "data_config.json", "benchmarks/results.jsonl", "benchmarks/bench.json"} <= names
     assert any(name.startswith("logs/") and "tfevents" in name for name in names)
     # The folder alone is enough to write the same card again, and check finds nothing wrong in it.
@@ -132,6 +135,7 @@ def test_a_draft_without_records_says_what_is_unknown(
 ) -> None:
     alone = Path(shutil.copytree(run_copy, tmp_path / "alone" / "draft"))
     (alone / "provenance.json").write_text("{}")
+    (alone / "val_metrics.json").unlink()
     code, out, _ = call(capsys, "card", alone, "--json")
     unknown = ["license", "base model", "training records", "data", "validation", "benchmarks"]
     assert (code, json.loads(out)["unknown"]) == (0, unknown)

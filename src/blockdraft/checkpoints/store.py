@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from blockdraft.checkpoints.speculators import DIGEST, FILE_NAMES, HEAD, config_
 from blockdraft.contract import Contract
 from blockdraft.draft_config import DraftConfig
 from blockdraft.errors import InputError
-from blockdraft.files import read_json, read_json_object, replacing, write_json, writing
+from blockdraft.files import read_json, read_json_object, replacing, write_json, write_text, writing
 from blockdraft.models.block_draft import BlockDraft
 from blockdraft.models.fusion import ProjectedFusion
 from blockdraft.models.vocabulary import DraftVocabulary, map_digest
@@ -28,6 +29,7 @@ from blockdraft.typed import checked
 from blockdraft.verifiers.base import Verifier
 
 WEIGHTS, CONFIG, PROVENANCE = "model.safetensors", "config.json", "provenance.json"
+TRAINING_STATE, COMMAND, VALIDATION = "training_state.json", "train_command.txt", "val_metrics.json"
 INFORMATIVE = (
     ("blockdraft", "verifier", "name"),
     ("blockdraft", "verifier", "revision"),
@@ -37,9 +39,18 @@ INFORMATIVE = (
 
 
 def save_draft(
-    folder: Path, draft: BlockDraft, contract: Contract, dtype: torch.dtype, provenance: dict[str, Any]
+    folder: Path,
+    draft: BlockDraft,
+    contract: Contract,
+    dtype: torch.dtype,
+    provenance: dict[str, Any],
+    records: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Write a checkpoint, whole or not at all."""
+    """Write a checkpoint, whole or not at all.
+
+    Args:
+        records: more text files of the run, by name.
+    """
     with replacing(folder) as temporary:
         tensors = {
             name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous()
@@ -50,6 +61,8 @@ def save_draft(
         stated = config_json(contract, dtype_name(dtype))
         write_json(temporary / CONFIG, {**stated, DIGEST: digest(stated, tensors)})
         write_json(temporary / PROVENANCE, provenance)
+        for name, text in records.items():
+            write_text(temporary / name, text)
 
 
 def trained_chat(folder: Path) -> dict[str, Any]:

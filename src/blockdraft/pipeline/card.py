@@ -11,8 +11,8 @@ from typing import Any
 from huggingface_hub import HfApi, get_token
 
 from blockdraft.checkpoints.card import MARK, CardFacts, render
-from blockdraft.checkpoints.examine.facts import CARD, VALIDATION, CheckpointFacts, read_facts, without_card
-from blockdraft.checkpoints.store import CONFIG, PROVENANCE, WEIGHTS, read_contract
+from blockdraft.checkpoints.examine.facts import CARD, CheckpointFacts, read_facts, without_card
+from blockdraft.checkpoints.store import CONFIG, PROVENANCE, VALIDATION, WEIGHTS, read_contract
 from blockdraft.contract import Contract
 from blockdraft.data.record import RECORD, read_record
 from blockdraft.errors import BlockdraftError, InputError

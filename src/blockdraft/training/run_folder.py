@@ -6,7 +6,7 @@ import dataclasses
 import json
 from typing import Any
 
-from blockdraft.checkpoints.store import save_draft
+from blockdraft.checkpoints.store import COMMAND, TRAINING_STATE, VALIDATION, save_draft
 from blockdraft.digests import already_made
 from blockdraft.errors import InputError
 from blockdraft.files import link, write_json, writing
@@ -94,9 +94,25 @@ class RunFolder:
         )
         saved = settings.save_dtype
         dtype = plan.verifier.dtype if saved == "auto" else resolve_dtype(saved, device, "--save-dtype")
-        save_draft(self.path / name, draft, plan.contract, dtype, record)
+        save_draft(self.path / name, draft, plan.contract, dtype, record, self._records(progress, record["command"]))
         if name == BEST:
             link(self.path / BEST_LINK, self.path / BEST)
+
+    def _records(self, progress: Progress, command: str) -> dict[str, str]:
+        """What stands beside the weights under the names that other trainers use too."""
+        state = {
+            "step": progress.step,
+            "total_steps": self.plan.total_steps,
+            "epoch": round(progress.step / self.plan.steps_per_epoch, 4),
+            "seconds": progress.seconds,
+            "best_acceptance_length": progress.best_length,
+        }
+        history = [dataclasses.asdict(each) for each in progress.history]
+        return {
+            COMMAND: f"{command}\n",
+            TRAINING_STATE: json.dumps(state, indent=2) + "\n",
+            VALIDATION: json.dumps(history, indent=2) + "\n",
+        }
 
     def finish(self, draft: BlockDraft, progress: Progress) -> dict[str, Any]:
         """Write the last checkpoint and the summary, which is returned."""

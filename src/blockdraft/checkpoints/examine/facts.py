@@ -18,14 +18,12 @@ from typing import Any
 from blockdraft.checkpoints.examine.command import Command, commands_of_card, parse_command
 from blockdraft.checkpoints.older import upgraded
 from blockdraft.checkpoints.speculators import CONTRACT_KEY
-from blockdraft.checkpoints.store import CONFIG, PROVENANCE, WEIGHTS
+from blockdraft.checkpoints.store import COMMAND, CONFIG, PROVENANCE, TRAINING_STATE, WEIGHTS
 from blockdraft.errors import InputError
 from blockdraft.files import read_json_object, read_text, reason
 
 INDEX = "model.safetensors.index.json"
-TRAINING_STATE, COMMAND, VALIDATION, CARD = (
-    "training_state.json", "train_command.txt", "val_metrics.json", "README.md",
-)  # fmt: skip
+CARD = "README.md"
 NESTED_ZLAB = "dflash_config"
 _LARGEST_HEADER = 100_000_000  # the limit of safetensors' own reader
 

@@ -8,9 +8,9 @@ from typing import Any
 import yaml
 
 from blockdraft.checkpoints.examine.command import plain
-from blockdraft.checkpoints.examine.facts import CARD, TRAINING_STATE, CheckpointFacts
+from blockdraft.checkpoints.examine.facts import CARD, CheckpointFacts
 from blockdraft.checkpoints.examine.finding import Findings, Statement, agree, error, not_checked, warning
-from blockdraft.checkpoints.store import PROVENANCE
+from blockdraft.checkpoints.store import PROVENANCE, TRAINING_STATE
 
 _CLAIM = re.compile(r"(?<![0-9.])(\d+)[-_ ]?ep(?:och)?s?(?![a-z])", re.IGNORECASE)
 
