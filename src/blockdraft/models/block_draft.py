@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from blockdraft.draft_config import DraftConfig
 from blockdraft.models.fusion import CONTEXT_FUSION
 from blockdraft.models.heads import ConfidenceHead, SequentialHead
-from blockdraft.models.layers import DraftLayer
+from blockdraft.models.layers import Context, DraftLayer
 from blockdraft.models.norm import RMSNorm
 from blockdraft.models.positions import RotaryPositions
 from blockdraft.models.vocabulary import DraftVocabulary
@@ -66,6 +66,10 @@ class BlockDraft(nn.Module):
         assert not isinstance(embedding, nn.Module), "would become a part of the draft: give a function"
         self._embedding = embedding
         self.head_VE = head_VE.detach()  # a plain tensor: nn.Module would save and move a parameter with the draft
+
+    def share_as(self, other: BlockDraft) -> None:
+        """Share what another draft of the same config shares."""
+        self._embedding, self.head_VE = other._embedding, other.head_VE
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
@@ -122,15 +126,12 @@ class BlockDraft(nn.Module):
         ids[..., 0] = anchor_ids
         return ids
 
-    def _context_kv(self, taps: Tensor, positions: Tensor, length: int) -> list[tuple[Tensor, Tensor]]:
-        """Per draft layer, keys and values [..., K, H] of fused taps [..., L, E] at `positions` [...]."""
-        contexts = self.fusion(taps)
+    def _contexts(self, taps: Tensor, positions: Tensor, length: int) -> list[Context]:
+        """Per draft layer, what it reads of fused taps [..., L, E] at `positions` [...]."""
+        fused = self.fusion(taps)
         cos, sin = self.positions(positions, length)
-        last = contexts.shape[-2] - 1
-        return [
-            cast(DraftLayer, layer).self_attn.context_kv(contexts[..., min(index, last), :], cos, sin)
-            for index, layer in enumerate(self.layers)
-        ]
+        last = fused.shape[-2] - 1
+        return [Context(fused[..., min(index, last), :], cos, sin) for index in range(len(self.layers))]
 
     def forward(
         self, taps_TLE: Tensor, tokens_T: Tensor, positions_T: Tensor, blocks: Blocks, block_size: int | None = None
@@ -146,16 +147,15 @@ class BlockDraft(nn.Module):
         block_size = block_size or self.config.block_size
         slots = torch.arange(block_size, device=tokens_T.device)
         length = int(positions_T.max()) + block_size + 1 if len(positions_T) else 1
-        context_kv = self._context_kv(taps_TLE, positions_T, length)
+        contexts = self._contexts(taps_TLE, positions_T, length)
         x = self.embed(self._block_ids(tokens_T[blocks.anchors], block_size))
         cos, sin = self.positions(positions_T[blocks.anchors][:, None] + slots, length)
         attentions: dict[tuple[int | None, bool], BlockAttention] = {}
         kinds = zip(self.config.windows, self.config.causal, strict=True)
-        for layer, (key, value), kind in zip(self.layers, context_kv, kinds, strict=True):
+        for layer, context, kind in zip(self.layers, contexts, kinds, strict=True):
             if kind not in attentions:
                 attentions[kind] = training_attention(blocks, len(tokens_T), block_size, *kind)
-            attend = functools.partial(attentions[kind], context_key_TKH=key, context_value_TKH=value)
-            x = layer(x, cos, sin, attend)
+            x = layer(x, cos, sin, attentions[kind], context)
         return self.norm(x)
 
     def compile_layers(self) -> None:
@@ -170,8 +170,9 @@ class BlockDraft(nn.Module):
     def extend_context(self, cache: RaggedKV, taps_RWLE: Tensor) -> None:
         """Append context of `W` further positions a row; the caller commits those that were verified."""
         positions = cache.positions(taps_RWLE.shape[1])
-        kv = self._context_kv(taps_RWLE, positions, cache.longest + taps_RWLE.shape[1])
-        for index, (key, value) in enumerate(kv):
+        contexts = self._contexts(taps_RWLE, positions, cache.longest + taps_RWLE.shape[1])
+        for index, (layer, context) in enumerate(zip(self.layers, contexts, strict=True)):
+            key, value = cast(DraftLayer, layer).self_attn.context_kv(context)
             cache.write(index, key.transpose(1, 2), value.transpose(1, 2))
 
     def block_hidden(self, cache: RaggedKV, anchor_ids_R: Tensor, block_size: int) -> Tensor:

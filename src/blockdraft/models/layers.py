@@ -7,7 +7,9 @@ attends over a packed row, decoding over a cache, and both run this same code.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.functional import silu
@@ -17,7 +19,15 @@ from blockdraft.models.norm import RMSNorm
 from blockdraft.ops.rotary import rotate
 
 # (query [..., B, Q, H], key [..., B, K, H], value [..., B, K, H]) -> [..., B, Q, H]
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[..., Tensor]
+
+
+class Context(NamedTuple):
+    """What a layer reads of the verifier: fused taps [..., D] and the angles [..., H] of their positions."""
+
+    hidden: Tensor
+    cos: Tensor
+    sin: Tensor
 
 
 class DraftAttention(nn.Module):
@@ -41,14 +51,17 @@ class DraftAttention(nn.Module):
     def _heads(self, projected: Tensor) -> Tensor:
         return projected.unflatten(-1, (-1, self.head_dim))
 
-    def context_kv(self, context: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [..., K, H] of context [..., D] at the positions whose angles are [..., H]."""
+    def context_kv(self, context: Context) -> tuple[Tensor, Tensor]:
+        """Keys and values [..., K, H] of a context."""
         key_proj = self.k_proj_target if self.separate else self.k_proj
         value_proj = self.v_proj_target if self.separate else self.v_proj
-        key = rotate(self.k_norm(self._heads(key_proj(context))), cos, sin)
-        return key, self._heads(value_proj(context))
+        key = rotate(self.k_norm(self._heads(key_proj(context.hidden))), context.cos, context.sin)
+        return key, self._heads(value_proj(context.hidden))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, context: Context | None = None) -> Tensor:
+        if context is not None:
+            key, value = self.context_kv(context)
+            attend = functools.partial(attend, context_key_TKH=key, context_value_TKH=value)
         query = rotate(self.q_norm(self._heads(self.q_proj(x))), cos, sin)
         key = rotate(self.k_norm(self._heads(self.k_proj(x))), cos, sin)
         value = self._heads(self.v_proj(x))
@@ -69,7 +82,11 @@ class DraftMLP(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """Pre-norm residual layer on the slots of a block, x [..., B, D]."""
+    """Pre-norm residual layer on the slots of a block, x [..., B, D].
+
+    With a `context`, its keys and values are computed here and given to `attend`: where parameters are sharded, they
+    are whole only while the layer runs.
+    """
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
@@ -78,6 +95,6 @@ class DraftLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, context: Context | None = None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend, context)
         return x + self.mlp(self.post_attention_layernorm(x))
