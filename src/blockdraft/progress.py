@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterator
 from typing import Protocol
 
+from blockdraft.runtime import process_place
+
 LOGGER = logging.getLogger("blockdraft")
 
 
@@ -38,7 +40,7 @@ def progress(label: str, total: int, done: int = 0) -> Iterator[Advance]:
 
     On a terminal it is a bar, unless the logger's own level leaves commentary out; elsewhere it is lines of the log.
     """
-    wants_bar = sys.stderr.isatty() and LOGGER.level <= logging.INFO
+    wants_bar = sys.stderr.isatty() and LOGGER.level <= logging.INFO and process_place()[0] == 0
     shown = _bar(label, total, done) if wants_bar else _lines(label, total, done)
     with shown as advance:
         yield advance

@@ -30,10 +30,23 @@ def limit_threads(num_threads: int) -> None:
         torch.set_num_threads(num_threads)
 
 
+def process_place() -> tuple[int, int]:
+    """This process's number and the count of a run's processes, as `torchrun` states them; (0, 1) without it.
+
+    Raises:
+        InputError: the environment states something else than such numbers.
+    """
+    stated = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    if not (all(each.isdecimal() for each in stated) and int(stated[0]) < int(stated[1])):
+        raise InputError("RANK and WORLD_SIZE", " and ".join(stated), "start several processes by torchrun")
+    return int(stated[0]), int(stated[1])
+
+
 def resolve_device(name: str) -> str:
     """The torch device that a name stands for; "auto" is CUDA where there is one, else the CPU.
 
-    Other accelerators are used when they are named: "auto" takes no device that nobody has run this on.
+    Other accelerators are used when they are named: "auto" takes no device that nobody has run this on. Among several
+    processes of a machine, each takes the device of its own number.
 
     Raises:
         InputError: torch knows no such device, or finds none on this machine.
@@ -41,13 +54,15 @@ def resolve_device(name: str) -> str:
     import torch
 
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
         raise InputError("--device", name, "torch knows no such device; give auto, cpu, cuda or cuda:1") from None
     if device.type == "cpu":
         return "cpu"
+    if ":" not in name and process_place()[1] > 1:
+        device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
     count = _num_devices(device.type)
     if not count:
         raise InputError("--device", name, f"torch {torch.__version__} finds none on this machine; give auto or cpu")

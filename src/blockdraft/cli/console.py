@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 from collections.abc import Iterator
 
@@ -19,11 +20,18 @@ class _Console(logging.Handler):
 
 
 class _Lines(logging.Formatter):
-    """Messages as they stand; details with the place that they come from."""
+    """Messages as they stand; details with the place that they come from, errors of several processes with whose."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
+        if record.levelno >= logging.ERROR and "RANK" in os.environ:
+            text = f"rank {os.environ['RANK']}: {text}"
         return text if record.levelno >= logging.INFO else f"[{record.module}] {text}"
+
+
+def speaks(record: logging.LogRecord) -> bool:
+    """Whether this process of a run says so: the first one says all, the others what ends them."""
+    return record.levelno >= logging.ERROR or os.environ.get("RANK", "0") == "0"
 
 
 @contextlib.contextmanager
@@ -31,6 +39,7 @@ def console() -> Iterator[None]:
     """Show what is logged while the body runs, from INFO on; `set_level` changes that."""
     handler, before = _Console(), LOGGER.level
     handler.setFormatter(_Lines())
+    handler.addFilter(speaks)
     LOGGER.addHandler(handler)
     LOGGER.setLevel(logging.INFO)
     try:

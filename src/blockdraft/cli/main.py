@@ -18,7 +18,7 @@ from blockdraft.cli.verbs import VERBS, Verb
 from blockdraft.errors import BlockdraftError
 from blockdraft.files import reason
 from blockdraft.progress import LOGGER, warn
-from blockdraft.runtime import prepare_environment, resolve_device
+from blockdraft.runtime import prepare_environment, process_place, resolve_device
 from blockdraft.settings import ComputeSettings, build, resolved
 from blockdraft.version import __version__
 
@@ -69,6 +69,8 @@ def _runner(verb: Verb) -> Any:
             warn(f"blockdraft: {str(stopped) or 'interrupted'}")
             raise typer.Exit(INTERRUPTED) from None
         LOGGER.debug("done in %.1f s", time.monotonic() - start)
+        if process_place()[0] > 0:  # the first process shows what all of them came to
+            return
         if as_json:
             print(json.dumps(result, ensure_ascii=False))
         else:

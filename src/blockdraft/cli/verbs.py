@@ -8,7 +8,9 @@ from importlib import import_module
 from typing import Any
 
 from blockdraft import settings as s
+from blockdraft.errors import InputError
 from blockdraft.extras import TRAIN, require
+from blockdraft.runtime import process_place
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,7 @@ class Verb:
         show: "module:function" that prints a result for people.
         examples: shown under --help.
         streams: whether the function prints while it works; it is then told whether the result will be printed as JSON.
+        joins: whether several processes of `torchrun` may run it together.
         trains: whether it needs the packages of the extra `train` whatever it is asked for.
     """
 
@@ -28,9 +31,13 @@ class Verb:
     show: str
     examples: tuple[str, ...]
     streams: bool = False
+    joins: bool = False
     trains: bool = False
 
     def run(self, settings: Any, as_json: bool) -> dict[str, Any]:
+        _, count = process_place()
+        if count > 1 and not self.joins:
+            raise InputError("torchrun", f"{count} processes", "only `blockdraft train` runs in several; start one")
         if self.trains:
             require(*TRAIN)
         function = _load(self.function)
@@ -100,7 +107,9 @@ VERBS: dict[str, Verb] = {
         (
             "blockdraft train --data-path runs/data --save-path runs/draft --mask-token-id 4",
             "blockdraft train --config recipe.yaml --speculator-type dflare --epochs 3",
+            "torchrun --nproc-per-node 4 -m blockdraft train --config recipe.yaml --fsdp-shard",
         ),
+        joins=True,
         trains=True,
     ),
     "evaluate": Verb(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from blockdraft.losses.targets import SlotTargets
@@ -44,6 +45,18 @@ class BlockMetrics:
             correct.long().cumprod(1).sum(),
             mask.any(1).sum(),
         )
+
+    @classmethod
+    def none(cls, k: int, with_confidence: bool) -> BlockMetrics:
+        """Those of no slot."""
+        counts, number = torch.zeros(k, dtype=torch.int64), torch.zeros((), dtype=torch.int64)
+        sums = torch.zeros(()) if with_confidence else None
+        return cls(counts, counts, counts, number, number, sums, sums)
+
+    def to(self, device: torch.device) -> BlockMetrics:
+        """These counts on a device."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: tensor.to(device) for name, tensor in found.items() if tensor is not None})
 
     def with_confidence(self, confidence_NK: Tensor, overlap_NK: Tensor, mask_NK: Tensor) -> BlockMetrics:
         """These counts and how well the confidence head (probabilities) knows the overlap."""

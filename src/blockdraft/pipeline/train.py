@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from typing import Any
@@ -13,9 +14,11 @@ from blockdraft.files import locked, require_writable
 from blockdraft.pipeline.loading import training_verifier_of
 from blockdraft.pipeline.prepare import chat_mode
 from blockdraft.progress import say, warn
+from blockdraft.runtime import resolve_device
 from blockdraft.settings import TrainSettings, resolved
 from blockdraft.training.hidden_states import TrainingStates
 from blockdraft.training.plan import TrainingPlan
+from blockdraft.training.processes import ALONE, Processes, joined
 from blockdraft.training.run_folder import RunFolder
 from blockdraft.training.trainer import Trainer
 from blockdraft.verifiers.base import TrainingVerifier
@@ -30,26 +33,37 @@ def train(
     Args:
         verifier: one that is loaded already; else the one the settings name.
         states: hidden states that are made already, of the same examples.
+
+    Started by `torchrun`, every process calls this.
     """
     started = time.monotonic()
     require_writable(settings.save_path, "--save-path")
     if settings.log_dir is not None and settings.logger != "none":
         require_writable(settings.log_dir, "--log-dir")
-    if settings.dry_run:
-        plan = _plan(settings, verifier, states)
-        return {"dry_run": True, "steps": plan.total_steps, "settings": resolved(settings)}
-    with locked(settings.save_path, "--save-path"):
-        plan = _plan(settings, verifier, states)
+    with joined(resolve_device(settings.device)) as processes:
+        if settings.dry_run:
+            plan = _plan(settings, verifier, states, processes)
+            return {"dry_run": True, "steps": plan.total_steps, "settings": resolved(settings)}
+        with locked(settings.save_path, "--save-path") if processes.first else contextlib.nullcontext():
+            plan = _plan(settings, verifier, states, processes)
+            return _run(plan, started)
+
+
+def _run(plan: TrainingPlan, started: float) -> dict[str, Any]:
+    with plan.processes.first_before_others():
         summary = RunFolder(plan).finished()
-        if summary is not None:
-            say(f"{settings.save_path}: this run is finished ({summary['steps']} steps); --restart starts it again")
-            return summary
-        return Trainer.prepare(plan).run(started)
+    if summary is not None:
+        place = plan.settings.save_path
+        say(f"{place}: this run is finished ({summary['steps']} steps); --restart starts it again")
+        return summary
+    return Trainer.prepare(plan).run(started)
 
 
-def _plan(settings: TrainSettings, verifier: TrainingVerifier | None, states: TrainingStates | None) -> TrainingPlan:
+def _plan(
+    settings: TrainSettings, verifier: TrainingVerifier | None, states: TrainingStates | None, processes: Processes
+) -> TrainingPlan:
     """A plan, with a word where its draft cannot be served."""
-    plan = plan_of(settings, verifier, states)
+    plan = plan_of(settings, verifier, states, processes)
     served = served_by_engine(plan.contract, plan.contract.verifier.name)
     if not served.startswith("yes"):
         warn(f"warning: this draft cannot be served by vLLM ({served.removeprefix('no: ')})")
@@ -57,14 +71,17 @@ def _plan(settings: TrainSettings, verifier: TrainingVerifier | None, states: Tr
 
 
 def plan_of(
-    settings: TrainSettings, verifier: TrainingVerifier | None = None, states: TrainingStates | None = None
+    settings: TrainSettings,
+    verifier: TrainingVerifier | None = None,
+    states: TrainingStates | None = None,
+    processes: Processes = ALONE,
 ) -> TrainingPlan:
     """A plan of training on prepared data that belongs to the verifier; arguments as `train` has them."""
     examples = read_examples(settings.data_path, "--data-path")
     facts = read_record(settings.data_path, "--data-path")["facts"]
     verifier = verifier or training_verifier_of(settings, states_come_ready(settings))
     require_text_of(settings, verifier, facts, examples)
-    return TrainingPlan(as_prepared(settings, facts), verifier, examples, states, chat_mode(facts))
+    return TrainingPlan(as_prepared(settings, facts), verifier, examples, states, chat_mode(facts), processes)
 
 
 def states_come_ready(settings: TrainSettings) -> bool:

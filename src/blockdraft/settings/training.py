@@ -29,7 +29,12 @@ class TrainSettings(ObjectiveSettings, DraftSettings, VerifierSettings):
     scheduler_type: Schedule = setting("cosine", "cosine, linear or constant, after warm-up")
     scheduler_warmup_ratio: float = setting(0.04, "share of the steps that warm up", at_least=0, below=1)
     max_grad_norm: float = setting(1.0, "clip the gradient norm; 0 does not clip", at_least=0)
-    grad_accum: int = setting(1, "rows of a step; the last one takes what is left of them", at_least=1)
+    grad_accum: int = setting(1, "rows of a step in each process; the last step takes what is left", at_least=1)
+    fsdp_shard: bool = setting(
+        False,
+        "under torchrun: divide weights, gradients and moments among the processes (FSDP2), not only the rows",
+        identifies=False,
+    )
     noise_std: float = setting(0.0, "half-width of uniform noise on the taps while training", at_least=0, at_most=100)
     train_data_ratio: float = setting(
         0.0, "fraction of the examples to train on, the rest is the validation set; 0: as prepared", at_least=0, below=1

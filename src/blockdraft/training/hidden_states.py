@@ -9,7 +9,7 @@ stands, so that a resumed run sees the same bits.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -102,13 +102,23 @@ class TrainingStates:
         self._kept: dict[int, ExampleStates] = {}
         self._allowance = int(memory_gib * 2**30)
 
-    def fill(self) -> None:
-        """Let the provider prepare, then take examples, longest first, until the allowance is used up. Done once."""
+    def prepare(self) -> None:
+        """Let the provider do what it does once."""
+        if not self._kept:
+            self.provider.prepare(self._examples)
+
+    def fill(self, wanted: Collection[int] | None = None) -> None:
+        """Take examples, longest first, until the allowance is used up. Done once.
+
+        Args:
+            wanted: the indices that this process will ask for; None: all.
+        """
         if self._kept:
             return
-        self.provider.prepare(self._examples)
         fitting = []
         for index in longest_first(self._examples):
+            if wanted is not None and index not in wanted:
+                continue
             size = len(self._examples[index].input_ids) * self.provider.bytes_per_token
             if size > self._allowance:
                 break

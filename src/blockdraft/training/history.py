@@ -32,6 +32,8 @@ class Progress:
     """Spent in updates alone, over all runs that were resumed; validation and saving excluded."""
     best_length: float = 0.0
     history: tuple[Validation, ...] = field(default=())
+    rows_per_step: int = 0
+    """Rows of an update, over all processes; 0 where an earlier version wrote the state."""
 
 
 @dataclass(frozen=True, slots=True)

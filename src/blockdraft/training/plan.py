@@ -17,6 +17,7 @@ import torch
 
 from blockdraft.data.packing import PackedRow, pack_row, packed_order
 from blockdraft.data.templates import ChatMode
+from blockdraft.errors import InputError
 from blockdraft.ops.anchors import Blocks, choose_anchors
 from blockdraft.records import Example, examples_digest
 from blockdraft.settings import TRAIN_DATA_RATIO, TrainSettings, identity
@@ -24,6 +25,7 @@ from blockdraft.training.creation import draft_config, draft_vocabulary, make_co
 from blockdraft.training.hidden_state_files import HiddenStateFiles
 from blockdraft.training.hidden_states import HiddenStateProvider, InProcess, TrainingStates
 from blockdraft.training.loggers import log_folder
+from blockdraft.training.processes import ALONE, Processes
 from blockdraft.training.split import joined, split_examples
 from blockdraft.verifiers.base import TrainingVerifier
 
@@ -49,6 +51,7 @@ class TrainingPlan:
     Args:
         states: hidden states of another plan with the same data, split and taps, so that they are made once.
         mode: what the chat template was told when the data were made; it goes with the checkpoint.
+        processes: those that train together. They hold the same plan, but for `share_of` a step.
 
     Attributes:
         train, validation: the two sides of the split.
@@ -67,8 +70,12 @@ class TrainingPlan:
         examples: Sequence[Example],
         states: TrainingStates | None = None,
         mode: ChatMode | None = None,
+        processes: Processes = ALONE,
     ) -> None:
         self.settings, self.verifier, self.mode = settings, verifier, mode or ChatMode()
+        self.processes = processes
+        if settings.fsdp_shard and processes.count == 1:
+            raise InputError("--fsdp-shard", True, "divides a draft among processes; start several by torchrun")
         self.log_folder = log_folder(settings)
         self.objective = make_objective(settings, settings.speculator_type)
         self.config = draft_config(settings, verifier, examples)
@@ -78,7 +85,8 @@ class TrainingPlan:
         self.vocabulary = draft_vocabulary(self.config, self.train)
         self.contract = make_contract(self.config, verifier, self.vocabulary)
         self.rows = self._rows()
-        self.total_steps = math.ceil(len(self.rows) / settings.grad_accum)
+        self.rows_per_step = settings.grad_accum * processes.count
+        self.total_steps = math.ceil(len(self.rows) / self.rows_per_step)
         self.states = states or TrainingStates(provider, self.examples, settings.states_memory_gib)
 
     def _provider(self) -> HiddenStateProvider:
@@ -121,9 +129,24 @@ class TrainingPlan:
         }
 
     def rows_of(self, step: int) -> range:
-        """Numbers of the rows of a step: `grad_accum` of them, or those that are left."""
-        accum = self.settings.grad_accum
-        return range(step * accum, min((step + 1) * accum, len(self.rows)))
+        """Numbers of the rows of a step: `grad_accum` of them for each process, or those that are left."""
+        return range(step * self.rows_per_step, min((step + 1) * self.rows_per_step, len(self.rows)))
+
+    def share_of(self, step: int) -> range:
+        """Those of them that this process trains on; none at an uneven end."""
+        return self.rows_of(step)[self.processes.rank :: self.processes.count]
+
+    @property
+    def own_validation(self) -> Sequence[int]:
+        """Indices in `examples` of those that this process validates."""
+        return self.processes.share(range(len(self.train), len(self.train) + len(self.validation)))
+
+    @property
+    def own_examples(self) -> frozenset[int]:
+        """Indices in `examples` of all whose states this process asks for while it trains and validates."""
+        steps = map(self.share_of, range(self.total_steps))
+        trained = {index for rows in steps for number in rows for index in self.rows[number]}
+        return frozenset(trained.union(self.own_validation))
 
     def draw(self, number: int) -> DrawnRow:
         """Pack a row and draw its anchors."""

@@ -68,6 +68,8 @@ class RunFolder:
 
     def _forget_the_earlier_run(self) -> None:
         """Its checkpoints stay until those of the new one replace them."""
+        if not self.plan.processes.first:  # the first one has done so by now
+            return
         self.resume_states.clear()
         for name in (RECORD, SUMMARY):
             with writing(self.path / name):
@@ -75,10 +77,14 @@ class RunFolder:
 
     def write_record(self) -> None:
         """State what the folder is of."""
+        if not self.plan.processes.first:
+            return
         write_json(self.path / RECORD, {"facts": self._facts(), "settings": resolved(self.plan.settings)})
 
     def save_checkpoint(self, name: str, draft: BlockDraft, progress: Progress) -> None:
-        """Write the draft as it is after some steps."""
+        """Write the draft as it is after some steps; only the first process does."""
+        if not self.plan.processes.first:
+            return
         plan, settings = self.plan, self.plan.settings
         device = plan.verifier.device
         record = provenance(
@@ -86,7 +92,8 @@ class RunFolder:
             device,
             step=progress.step,
             total_steps=plan.total_steps,
-            documents_seen=sum(len(row) for row in plan.rows[: progress.step * settings.grad_accum]),
+            documents_seen=sum(len(row) for row in plan.rows[: progress.step * plan.rows_per_step]),
+            world_size=plan.processes.count,
             train_documents=len(plan.train),
             validation_documents=len(plan.validation),
             validation=[dataclasses.asdict(each) for each in progress.history[-1:]],
@@ -106,6 +113,7 @@ class RunFolder:
             "epoch": round(progress.step / self.plan.steps_per_epoch, 4),
             "seconds": progress.seconds,
             "best_acceptance_length": progress.best_length,
+            "world_size": self.plan.processes.count,
         }
         history = [dataclasses.asdict(each) for each in progress.history]
         return {
@@ -125,7 +133,8 @@ class RunFolder:
             best_acceptance_length=progress.best_length,
             history=progress.history,
         )
-        write_summary(self.path, summary)
+        if self.plan.processes.first:
+            write_summary(self.path, summary)
         return summary.to_dict()
 
     def _facts(self) -> Any:

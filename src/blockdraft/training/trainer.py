@@ -1,7 +1,8 @@
 """The training loop.
 
-One row of packed examples is one forward pass; `grad_accum` rows are one update, whose loss is that of all its rows
-as one: the sum over their slots divided by the number of them. The last update takes the rows that are left.
+One row of packed examples is one forward pass; `grad_accum` rows in each process are one update, whose loss is that of
+all its rows as one: the sum over their slots divided by the number of them. The last update takes the rows that are
+left. Losses, metrics and gradients are summed over the processes once an update; the first process alone writes.
 
 A run has three phases. `TrainingPlan` checks all that can be checked, `Trainer.prepare` makes hidden states and the
 draft or takes up an earlier run's, and `Trainer.run` trains and writes what came of it.
@@ -23,16 +24,18 @@ from blockdraft.files import reason
 from blockdraft.losses.metrics import BlockMetrics
 from blockdraft.models.block_draft import BlockDraft
 from blockdraft.ops.acceptance import AcceptanceCounts
-from blockdraft.progress import progress, say
+from blockdraft.progress import progress, say, warn
 from blockdraft.training.background import background_writer
 from blockdraft.training.creation import create_draft
 from blockdraft.training.history import Progress, Validation
-from blockdraft.training.loggers import LogWindow, make_logger
+from blockdraft.training.loggers import LogWindow, NoLogger, make_logger
 from blockdraft.training.optimizers import Optimizers
 from blockdraft.training.plan import TrainingPlan
+from blockdraft.training.processes import whole
 from blockdraft.training.resume import ResumeState
 from blockdraft.training.run_folder import BEST, RunFolder
 from blockdraft.training.schedules import learning_rate_factor
+from blockdraft.training.sharding import load_whole, shard, whole_draft, whole_state
 from blockdraft.training.step import positions_before, row_loss
 from blockdraft.training.stopping import stop_requested
 
@@ -46,8 +49,9 @@ class Trainer:
 
     def __init__(self, folder: RunFolder, draft: BlockDraft) -> None:
         self.folder, self.plan, self.draft = folder, folder.plan, draft
-        self.optimizers = Optimizers(draft, self.plan.settings)
-        self.progress = Progress()
+        self.processes = self.plan.processes
+        self.optimizers = Optimizers(draft, self.plan.settings, self.processes)
+        self.progress = Progress(rows_per_step=self.plan.rows_per_step)
 
     @classmethod
     def prepare(cls, plan: TrainingPlan) -> Trainer:
@@ -57,7 +61,8 @@ class Trainer:
             InputError: the folder holds a run with other settings, or one whose states are all damaged.
         """
         folder = RunFolder(plan)
-        state = folder.enter()
+        with plan.processes.first_before_others():
+            state = folder.enter()
         trainer = cls(folder, _fresh_draft(plan))
         folder.write_record()
         if state is not None:
@@ -72,7 +77,7 @@ class Trainer:
 
     def _take_up(self, state: ResumeState) -> None:
         try:
-            self.draft.load_state_dict(state.draft)
+            load_whole(self.draft, state.draft)
             self.optimizers.load_state_dict(state.optimizers)
         except (RuntimeError, ValueError, KeyError, TypeError) as error:  # whole, but of another version's draft
             raise InputError(
@@ -80,6 +85,14 @@ class Trainer:
                 "start again with --restart",
             ) from None  # fmt: skip
         self.progress = state.progress
+        now, before = self.plan.rows_per_step, state.progress.rows_per_step or self.plan.rows_per_step
+        if now != before:
+            self.progress.step = self.progress.step * before // now
+            self.progress.rows_per_step = now
+            warn(
+                f"the run had {before} rows a step and has {now} now, in {self.processes.count} processes: it goes on "
+                f"after step {self.progress.step} of {self.plan.total_steps}, and not to the same bits"
+            )
 
     def seconds_per_step(self, num_steps: int = 4) -> float:
         """Time updates, to plan how many fit into a given time. They spoil the draft: make a new trainer to train."""
@@ -100,7 +113,8 @@ class Trainer:
             BlockdraftError: a loss, gradient or weight is not finite, or the disk is full; the states before are kept.
         """
         plan, settings, total = self.plan, self.plan.settings, self.plan.total_steps
-        logger, window = make_logger(settings.logger, plan.log_folder), LogWindow()
+        logger = make_logger(settings.logger, plan.log_folder) if self.processes.first else NoLogger()
+        window = LogWindow()
         every = max(1, round(settings.checkpoint_freq * plan.steps_per_epoch))
         limit = seconds_of(settings.time_limit) if settings.time_limit else None
         deadline = None if limit is None else (time.monotonic() if started is None else started) + limit
@@ -114,7 +128,7 @@ class Trainer:
                 factor = self._factor(self.progress.step)
                 window.add(*self._next_update(factor))
                 step = self.progress.step
-                finished, stopping = step == total, stop()
+                finished, stopping = step == total, self.processes.any(stop())
                 writer.raise_failure()
                 if step % settings.log_freq == 0 or finished:
                     figures = window.taken()
@@ -125,14 +139,19 @@ class Trainer:
                 if validates:
                     logger.log({f"validation/{k}": v for k, v in self._validate().items()}, step)
                 if validates or stopping:
-                    writer.submit(functools.partial(self.folder.resume_states.save, self._state()))
+                    state = self._state()
+                    if self.processes.first:
+                        writer.submit(functools.partial(self.folder.resume_states.save, state))
                 if stopping and not finished:
                     writer.wait()
+                    self.processes.wait()  # whoever ends first has the others ended, too
                     logger.close()
                     command = "the same command" + (" without --restart" if settings.restart else "")
                     raise StoppedError(f"stopped after step {step}; {command} goes on from there")
         logger.close()
-        return self.folder.finish(self.draft, self.progress)
+        summary = self.folder.finish(whole_draft(self.draft), self.progress)
+        self.processes.wait()
+        return summary
 
     def _factor(self, step: int) -> float:
         settings = self.plan.settings
@@ -151,7 +170,7 @@ class Trainer:
     def _update(self, step: int, factor: float) -> tuple[float, BlockMetrics]:
         loss, metrics = self._gradients(step)
         limit = self.plan.settings.max_grad_norm or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(list(self.draft.parameters()), limit)
+        norm = whole(torch.nn.utils.clip_grad_norm_(list(self.draft.parameters()), limit))
         if not (math.isfinite(loss) and bool(norm.isfinite())):
             self._refuse_nan(step)
         self.optimizers.step(factor)
@@ -161,11 +180,11 @@ class Trainer:
         """Add up the gradients of a step's rows, as if they were one row; returns its loss and metrics."""
         plan, verifier = self.plan, self.plan.verifier
         # Anchors of all rows first: what the step is divided by is known before the first backward pass.
-        rows = [plan.draw(number) for number in plan.rows_of(step)]
+        rows = [plan.draw(number) for number in plan.share_of(step)]
         k = plan.config.num_speculative_tokens
-        supervised = sum(int(positions_before(row.blocks, k)[1].sum()) for row in rows)
+        supervised = self.processes.summed(sum(int(positions_before(row.blocks, k)[1].sum()) for row in rows))
         objective = plan.objective.at(step / plan.total_steps)
-        total, metrics = 0.0, None
+        total, metrics = 0.0, BlockMetrics.none(k, self.draft.confidence is not None).to(verifier.device)
         for row in rows:
             states = plan.states.get(row.indices, noise_std=plan.settings.noise_std, generator=row.generator)
             with self._autocast():
@@ -175,18 +194,37 @@ class Trainer:
                 )  # fmt: skip
             outcome.loss.backward()
             total += float(outcome.loss.detach())
-            metrics = outcome.metrics if metrics is None else metrics + outcome.metrics
-        assert metrics is not None
-        return total, metrics
+            metrics = metrics + outcome.metrics
+        if plan.settings.fsdp_shard:
+            self._keep_in_step(step, len(rows))
+        else:
+            self.processes.sum_gradients(self.draft.parameters())
+        return self.processes.summed((total, metrics))
+
+    def _keep_in_step(self, step: int, done: int) -> None:
+        """Run as many passes as the first process, which has the most rows: they gather a divided draft together.
+
+        Their gradients are nothing.
+        """
+        plan = self.plan
+        for _ in range(done, len(plan.rows_of(step)[:: self.processes.count])):
+            row = plan.draw(plan.rows_of(step)[0])
+            with self._autocast():
+                outcome = row_loss(
+                    self.draft, row.packed, plan.states.get(row.indices), row.blocks,
+                    plan.objective.at(step / plan.total_steps), plan.verifier.logit_softcap,
+                    whole_head_VE=plan.verifier.head_VE,
+                )  # fmt: skip
+            (outcome.loss * 0.0).backward()
 
     def _autocast(self) -> Any:
         verifier = self.plan.verifier
         return torch.autocast(verifier.device.type, torch.bfloat16, enabled=verifier.dtype == torch.bfloat16)
 
     def _refuse_nan(self, step: int) -> None:
-        parameters = dict(self.draft.named_parameters())
-        weights = [name for name, weight in parameters.items() if not bool(weight.isfinite().all())]
-        gradients = [n for n, p in parameters.items() if p.grad is not None and not bool(p.grad.isfinite().all())]
+        parameters = {name: (whole(p.detach()), p.grad) for name, p in self.draft.named_parameters()}
+        weights = [name for name, (weight, _) in parameters.items() if not bool(weight.isfinite().all())]
+        gradients = [n for n, (_, g) in parameters.items() if g is not None and not bool(whole(g).isfinite().all())]
         what = f"the weight {', '.join(weights[:3])}" if weights else ""
         what = what or (f"the gradient of {', '.join(gradients[:3])}" if gradients else "the loss")
         plan = self.plan
@@ -199,28 +237,34 @@ class Trainer:
     def _validate(self) -> dict[str, float]:
         """Exact acceptance on the validation examples; the best so far becomes the best checkpoint."""
         plan, k = self.plan, self.plan.contract.draft.num_speculative_tokens
-        rounds = []
+        rounds, draft = [], whole_draft(self.draft)
         with torch.inference_mode(), self._autocast():
-            for index, example in enumerate(plan.validation, start=len(plan.train)):
+            for index in plan.own_validation:
                 (states,) = plan.states.get([index])
-                rounds += rounds_of_example(self.draft, example, states.taps, [k])[k]
-        counts = AcceptanceCounts.of(rounds, k)
+                rounds += rounds_of_example(draft, plan.examples[index], states.taps, [k])[k]
+        counts = self.processes.summed(AcceptanceCounts.of(rounds, k))
         figures = {"acceptance_length": counts.acceptance_length, "acceptance_rate": counts.acceptance_rate}
         self.progress.history += (Validation(self.progress.step, self.progress.seconds, **figures),)
         if counts.acceptance_length > self.progress.best_length:
             self.progress.best_length = counts.acceptance_length
-            self.folder.save_checkpoint(BEST, self.draft, self.progress)
+            self.folder.save_checkpoint(BEST, draft, self.progress)
         return figures
 
     def _state(self) -> ResumeState:
-        return ResumeState.copied(self.draft.state_dict(), self.optimizers.state_dict(), self.progress)
+        return ResumeState.copied(whole_state(self.draft.state_dict()), self.optimizers.state_dict(), self.progress)
 
 
 def _fresh_draft(plan: TrainingPlan) -> BlockDraft:
     """Make hidden states, and a draft that is calibrated on them."""
-    plan.states.fill()
+    processes = plan.processes
+    with processes.first_before_others():
+        plan.states.prepare()
+    plan.states.fill(plan.own_examples if processes.count > 1 else None)
     draft = create_draft(plan.config, plan.verifier, plan.states, plan.settings.seed, plan.vocabulary)
     compiled = plan.settings.compile
     if compiled == "on" or (compiled == "auto" and plan.verifier.device.type == "cuda"):
         draft.compile_layers()
+    processes.take_over(draft)
+    if plan.settings.fsdp_shard:
+        shard(draft, processes)
     return draft
