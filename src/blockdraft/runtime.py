@@ -107,6 +107,19 @@ def resolve_dtype(name: str, device: str | torch.device, field: str = "--dtype")
     return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
+def memory_gib() -> float:
+    """The most memory this process has held so far, in GiB: of its CUDA device if it uses one, else of the machine."""
+    import resource
+    import sys
+
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() / 2**30
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """ "bfloat16" for torch.bfloat16, as written in configs."""
     return str(dtype).removeprefix("torch.")

@@ -194,7 +194,7 @@ def test_recipe_gives_way_to_flags_and_refuses_what_it_does_not_know(tmp_path: P
 
 def test_lists_may_be_written_with_spaces() -> None:
     flags = list_flags(TrainSettings)
-    assert set(flags) == {"--target-layer-ids", "--full-attention-indices", "--tap-depths"}
+    assert set(flags) == {"--target-layer-ids", "--full-attention-indices", "--tap-depths", "--vllm-endpoint"}
     given = ["--lr", "1", "--target-layer-ids", "1", "17", "29", "--seed", "3"]
     spread = ["--lr", "1", *(x for n in ("1", "17", "29") for x in ("--target-layer-ids", n)), "--seed", "3"]
     assert spread_lists(given, flags) == spread
@@ -312,7 +312,8 @@ def test_what_identifies_a_run_is_marked_at_the_field() -> None:
     kept = set(identity(TrainSettings(data_path=Path("d"), save_path=Path("s"))))
     names = {field.name for field in dataclasses.fields(TrainSettings)}
     assert names - kept == {
-        "checkpoint_freq", "data_path", "device", "dry_run", "hidden_states_path", "keep", "log_dir", "log_freq",
+        "checkpoint_freq", "data_path", "device", "dry_run", "fsdp_shard", "hidden_states_path", "max_retries",
+        "num_workers", "prefetch", "request_timeout", "vllm_endpoint", "keep", "log_dir", "log_freq",
         "logger", "on_generate", "on_missing", "restart", "run_name", "save_path", "threads", "time_limit",
         "verifier_name_or_path",
     }  # fmt: skip

@@ -117,7 +117,8 @@ def test_a_combination_trains_decodes_saves_and_reloads(
     )  # fmt: skip
     trainer = stage.trainer(settings)
     before = {name: parameter.detach().clone() for name, parameter in trainer.draft.named_parameters()}
-    loss, metrics = trainer._update(0, 1.0)
+    update = trainer._update(0, 1.0)
+    loss, metrics = update.loss, update.metrics
     assert loss > 0 and int(metrics.slots.sum()) > 0
     still = [name for name, p in trainer.draft.named_parameters() if torch.equal(p, before[name])]
     assert not still

@@ -209,8 +209,7 @@ def test_tensorboard_receives_the_curves(tiny_verifier: CausalVerifier, tmp_path
 
 def test_a_reduced_vocabulary_logs_its_coverage(tiny_verifier: CausalVerifier, tmp_path: Path) -> None:
     trainer = Trainer.fresh(TrainingPlan(settings_of(tmp_path, draft_vocab_size=20), tiny_verifier, EXAMPLES))
-    _, metrics = trainer._update(0, 1.0)
-    figures = metrics.figures()
+    figures = trainer._update(0, 1.0).metrics.figures()
     assert 0 < figures["coverage"] < 1
     assert figures["accuracy"] == pytest.approx(figures["coverage"] * figures["accuracy_in_draft_vocabulary"])
 
@@ -221,7 +220,7 @@ def test_compiled_layers_compute_the_same(tiny_verifier: CausalVerifier, tmp_pat
     losses = {}
     for compiled in ("on", "off"):
         trainer = Trainer.fresh(TrainingPlan(settings_of(tmp_path, compile=compiled), tiny_verifier, EXAMPLES))
-        losses[compiled] = [trainer._update(step, 1.0)[0] for step in range(2)]
+        losses[compiled] = [trainer._update(step, 1.0).loss for step in range(2)]
         assert "layers.0.mlp.up_proj.weight" in trainer.draft.state_dict()
     assert losses["on"] == pytest.approx(losses["off"], rel=1e-4)
 

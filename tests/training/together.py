@@ -24,9 +24,10 @@ class Watched(Trainer):
     """Keeps loss and counts of every update."""
 
     def _update(self, step: int, factor: float):
-        loss, metrics = super()._update(step, factor)
-        self.curve = [*getattr(self, "curve", []), [loss, metrics.correct.tolist(), metrics.slots.tolist()]]
-        return loss, metrics
+        update = super()._update(step, factor)
+        counts = update.metrics.correct.tolist(), update.metrics.slots.tolist()
+        self.curve = [*getattr(self, "curve", []), [update.loss, *counts]]
+        return update
 
 
 def main(folder: Path, method: str, optimizer: str, kind: str, accum: int) -> None:

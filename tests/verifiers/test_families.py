@@ -97,7 +97,7 @@ def trained(verifier: Verifier, folder: Path) -> Trainer:
         max_anchors=8, block_size=4, mask_token_id=MASK, num_layers=1, num_taps=2,
     )  # fmt: skip
     trainer = Trainer.fresh(TrainingPlan(settings, verifier, [random_example(24 + i % 5, 6, i) for i in range(4)]))
-    loss, _ = trainer._update(0, 1.0)
+    loss = trainer._update(0, 1.0).loss
     assert loss > 0
     return trainer
 

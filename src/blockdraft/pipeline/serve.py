@@ -12,6 +12,7 @@ from blockdraft.contract import Contract
 from blockdraft.data.prompts import encode_prompt
 from blockdraft.errors import InputError
 from blockdraft.pipeline.loading import chat_mode_of, heldout_or_file, trained_dtype, verifier_for
+from blockdraft.pipeline.serve_states import serve_states
 from blockdraft.progress import say
 from blockdraft.runtime import dtype_name, resolve_device
 from blockdraft.serving.launcher import Launch, launch, without_draft
@@ -27,6 +28,8 @@ SELF_TEST_PROMPTS = 16
 
 def serve(settings: ServeSettings) -> dict[str, Any]:
     """Serve until stopped (SIGTERM, Ctrl-C)."""
+    if settings.extract:
+        return serve_states(settings)
     plan = planned(settings)
     say(f"blockdraft: {plan.summary}")
     if settings.dry_run:

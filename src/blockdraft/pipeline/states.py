@@ -26,4 +26,5 @@ def states(settings: StatesSettings) -> dict[str, Any]:
     }
     if not settings.dry_run:
         files.prepare(examples)
+    plan.states.close()
     return result

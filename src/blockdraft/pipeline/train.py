@@ -50,6 +50,13 @@ def train(
 
 
 def _run(plan: TrainingPlan, started: float) -> dict[str, Any]:
+    try:
+        return _trained(plan, started)
+    finally:
+        plan.states.close()
+
+
+def _trained(plan: TrainingPlan, started: float) -> dict[str, Any]:
     with plan.processes.first_before_others():
         summary = RunFolder(plan).finished()
     if summary is not None:
@@ -86,7 +93,8 @@ def plan_of(
 
 def states_come_ready(settings: TrainSettings) -> bool:
     """Whether no hidden state is made in this process."""
-    return settings.hidden_states_path is not None and settings.on_missing != "generate"
+    from_files = settings.hidden_states_path is not None and settings.on_missing != "generate"
+    return from_files or bool(settings.vllm_endpoint)
 
 
 def as_prepared(settings: TrainSettings, facts: dict[str, Any]) -> TrainSettings:

@@ -55,9 +55,23 @@ class CardSettings(CheckSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings(OriginSettings):
-    """Serve a draft and its verifier with vLLM. Flags that are not listed here are passed on to `vllm serve`."""
+    """Serve a draft and its verifier with vLLM. Flags that are not listed here are passed on to `vllm serve`.
 
-    checkpoint: Path = required("folder of the draft", argument=True)
+    With --extract, serve the hidden states of a verifier to `blockdraft train --vllm-endpoint` instead.
+    """
+
+    checkpoint: Path = required("folder of the draft; with --extract, folder or hub id of the verifier", argument=True)
+    extract: bool = setting(False, "serve the hidden states of a verifier to trainers")
+    target_layer_ids: tuple[int, ...] = setting(
+        (), "with --extract: taps that trainers can ask for; default: those that `train` takes by itself", at_least=0
+    )
+    hidden_states_path: Path | None = setting(
+        None, "with --extract: folder for states on their way to a trainer; default: in memory (/dev/shm)"
+    )
+    states_port: int = setting(
+        0, "with --extract: port for trainers that do not share that folder; 0: the one behind --port", at_most=65535,
+        at_least=0,
+    )  # fmt: skip
     verifier_name_or_path: str | None = setting(None, "verifier; default: the one the checkpoint names")
     k: int | None = setting(None, "tokens proposed a round; default: the trained number", at_least=1, at_most=1024)
     dtype: Dtype = setting("auto", "float32, bfloat16 or auto (what the draft was trained in, where it is fast)")
@@ -75,6 +89,15 @@ class ServeSettings(OriginSettings):
     self_test: bool = setting(False, "measure at how many requests at once the draft stops paying, then serve")
     data_path: Path | None = setting(None, "prompt file for --self-test (JSON lines); default: held-out records")
     engine_arguments: tuple[str, ...] = unparsed(ENGINE_HELP)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        here, elsewhere = ("target_layer_ids", "hidden_states_path", "states_port"), ("k", "record", "k_by_load",
+                           "self_test", "data_path", "verifier_name_or_path")  # fmt: skip
+        wrong, hint = (elsewhere, "belongs to a draft, which --extract has none of") if self.extract else (
+            here, "belongs to --extract")  # fmt: skip
+        for name in wrong:
+            check(not getattr(self, name), name, getattr(self, name), hint)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,6 +47,23 @@ class TrainSettings(ObjectiveSettings, DraftSettings, VerifierSettings):
         "folder of hidden states on disk, as blockdraft states makes it; default: made in process as they are needed",
         identifies=False,
     )
+    vllm_endpoint: tuple[str, ...] = setting(
+        (),
+        "vLLM servers that make hidden states (blockdraft serve VERIFIER --extract), http://127.0.0.1:8000; "
+        "several are asked in turn; of the verifier only embedding, output head and final norm are loaded",
+        identifies=False,
+        each=r"https?://[^\s/]+/?",
+    )
+    max_retries: int = setting(
+        20, "how often a request to a server is sent again before the run ends", at_least=0, identifies=False
+    )
+    request_timeout: float = setting(180.0, "seconds that such a request may take", above=0, identifies=False)
+    num_workers: int = setting(
+        8, "requests to servers at once, in each process", at_least=1, at_most=1024, identifies=False
+    )
+    prefetch: int = setting(
+        4, "packed rows whose states are asked of servers ahead of the step", at_least=1, at_most=1024, identifies=False
+    )
     on_missing: OnMissing = setting(
         "generate",
         "examples without states there: generate, skip, warn (skip and name them) or raise",

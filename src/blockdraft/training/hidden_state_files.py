@@ -22,7 +22,7 @@ from blockdraft.files import clear_temporaries, locked, read_json_object, requir
 from blockdraft.progress import progress, warn
 from blockdraft.records import Example, examples_digest
 from blockdraft.runtime import dtype_name
-from blockdraft.training.hidden_states import ExampleStates, InProcess, grouped, longest_first
+from blockdraft.training.hidden_states import ExampleStates, HiddenStateMaker, grouped, longest_first
 from blockdraft.typed import checked
 
 RECORD, FIELD = "states.json", "--hidden-states-path"
@@ -43,11 +43,11 @@ class HiddenStateFiles:
     """
 
     def __init__(
-        self, folder: Path, maker: InProcess, on_missing: str = "generate", on_generate: str = "cache"
+        self, folder: Path, maker: HiddenStateMaker, on_missing: str = "generate", on_generate: str = "cache"
     ) -> None:
         self.folder, self._on_missing, self._on_generate = folder, on_missing, on_generate
         self._asked = maker
-        self.bytes_per_token = maker.bytes_per_token
+        self.bytes_per_token, self.reads_ahead = maker.bytes_per_token, maker.reads_ahead
         self._open()
 
     def _open(self) -> None:
@@ -55,7 +55,7 @@ class HiddenStateFiles:
         self._maker = self._as_the_folder_has_it(self._asked)
         self._selected = [self._maker.target_layer_ids.index(tap) for tap in self._asked.target_layer_ids]
 
-    def _as_the_folder_has_it(self, maker: InProcess) -> InProcess:
+    def _as_the_folder_has_it(self, maker: HiddenStateMaker) -> HiddenStateMaker:
         record = self.folder / RECORD
         if not record.exists():
             require_free(self.folder, FIELD, own=".")  # hidden: what another process has just begun
@@ -66,7 +66,7 @@ class HiddenStateFiles:
         if len(set(taps)) < len(taps) or not set(taps) <= set(range(maker.verifier.identity.num_layers + 1)):
             raise InputError(f"{FIELD} {record} tap_ids", taps, "the verifier has no such taps; the file is damaged")
         if set(maker.target_layer_ids) <= set(taps) and has_final >= maker.with_final:
-            maker = InProcess(maker.verifier, taps, has_final)
+            maker = maker.giving(taps, has_final)
         already_made(record, _comparable(_facts(maker), facts), FIELD)
         return maker
 
@@ -85,7 +85,7 @@ class HiddenStateFiles:
 
     def available(self, examples: Sequence[Example]) -> Sequence[Example]:
         if self._on_missing == "generate":
-            return examples
+            return self._maker.available(examples) if self.missing(examples) else examples
         missing = self.missing(examples)
         if not missing:
             return examples
@@ -139,6 +139,9 @@ class HiddenStateFiles:
         made = self._made([examples[index] for index in missing])
         found.update(zip(missing, made, strict=True))
         return [self._given(found[index]) for index in range(len(examples))]
+
+    def close(self) -> None:
+        self._maker.close()
 
     def _require_room(self, examples: Sequence[Example]) -> None:
         needed = self.size(examples)
@@ -199,7 +202,7 @@ def _comparable(facts: dict[str, Any], found: Any) -> dict[str, Any]:
     return {**facts, "verifier": {**verifier, "matrices_digest": theirs.get("matrices_digest")}}
 
 
-def _facts(maker: InProcess) -> dict[str, Any]:
+def _facts(maker: HiddenStateMaker) -> dict[str, Any]:
     """What the states of a folder are of."""
     identity = maker.verifier.identity
     return {

@@ -1,15 +1,18 @@
 """Hidden states for training: where they come from, and which of them stay in memory between epochs.
 
-A provider gives the states of examples. The one here runs the verifier in this process; `hidden_state_files` has the
-one that keeps them on disk. Examples are run in fixed groups before training until the memory allowance is used up;
-what does not fit is asked for anew with each packed row. Either way an example's states do not depend on where training
-stands, so that a resumed run sees the same bits.
+A provider gives the states of examples. The one here runs the verifier in this process; `engine_states` has the one
+that asks running servers, `hidden_state_files` the one that keeps on disk what either of them makes. Examples are run
+in fixed groups before training until the memory allowance is used up; what does not fit is asked for anew with each
+packed row. Either way an example's states do not depend on where training stands, so that a resumed run sees the same
+bits.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,6 +48,8 @@ class HiddenStateProvider(Protocol):
 
     bytes_per_token: int
     """What a token's states take in memory."""
+    reads_ahead: bool
+    """Whether asking ahead of the step saves time: where other machines or processes make the states."""
 
     def available(self, examples: Sequence[Example]) -> Sequence[Example]:
         """The examples that can be trained on; asked once, before anything else."""
@@ -58,6 +63,22 @@ class HiddenStateProvider(Protocol):
         """The states of these examples, on the verifier's device."""
         ...
 
+    def close(self) -> None:
+        """Nothing more will be asked for."""
+        ...
+
+
+class HiddenStateMaker(HiddenStateProvider, Protocol):
+    """A provider that makes states anew, of whatever taps."""
+
+    verifier: TrainingVerifier
+    target_layer_ids: tuple[int, ...]
+    with_final: bool
+
+    def giving(self, target_layer_ids: Sequence[int], with_final: bool) -> HiddenStateMaker:
+        """A maker of the same states with other taps."""
+        ...
+
 
 class InProcess:
     """A provider that runs the verifier in this process whenever it is asked.
@@ -66,15 +87,23 @@ class InProcess:
         with_final: give the states after the final norm, too.
     """
 
+    reads_ahead = False
+
     def __init__(self, verifier: TrainingVerifier, target_layer_ids: Sequence[int], with_final: bool = False) -> None:
         self.verifier, self.target_layer_ids, self.with_final = verifier, tuple(target_layer_ids), with_final
         kept = len(self.target_layer_ids) + with_final
         self.bytes_per_token = kept * verifier.identity.hidden_size * verifier.dtype.itemsize + 8
 
+    def giving(self, target_layer_ids: Sequence[int], with_final: bool) -> InProcess:
+        return InProcess(self.verifier, target_layer_ids, with_final)
+
     def available(self, examples: Sequence[Example]) -> Sequence[Example]:
         return examples
 
     def prepare(self, examples: Sequence[Example]) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
     def get(self, examples: Sequence[Example]) -> list[ExampleStates]:
@@ -94,13 +123,26 @@ class InProcess:
 
 
 class TrainingStates:
-    """States of a run's examples by index, as many of them in memory as the allowance permits."""
+    """States of a run's examples by index, as many of them in memory as the allowance permits.
 
-    def __init__(self, provider: HiddenStateProvider, examples: Sequence[Example], memory_gib: float) -> None:
+    Args:
+        prefetch: packed rows that may be asked for before they are needed, where the provider reads ahead.
+
+    Attributes:
+        waited: seconds that `get` has waited for states.
+    """
+
+    def __init__(
+        self, provider: HiddenStateProvider, examples: Sequence[Example], memory_gib: float, prefetch: int = 0
+    ) -> None:
         self.provider = provider
+        self.prefetch = prefetch if provider.reads_ahead else 0
+        self.waited = 0.0
         self._examples = examples
         self._kept: dict[int, ExampleStates] = {}
         self._allowance = int(memory_gib * 2**30)
+        self._asked: dict[tuple[int, ...], Future[list[ExampleStates]]] = {}
+        self._pool = ThreadPoolExecutor(self.prefetch, thread_name_prefix="prefetch") if self.prefetch else None
 
     def prepare(self) -> None:
         """Let the provider do what it does once."""
@@ -137,11 +179,29 @@ class TrainingStates:
         `noise_std` adds uniform noise of that half-width to the taps (a training-time regulariser).
         """
         missing = [index for index in indices if index not in self._kept]
-        fresh = dict(zip(missing, self._ask(missing), strict=True))
+        start = time.monotonic()
+        asked = self._asked.pop(tuple(missing), None)
+        fresh = dict(zip(missing, self._ask(missing) if asked is None else asked.result(), strict=True))
+        self.waited += time.monotonic() - start
         found = [self._kept[index] if index in self._kept else fresh[index] for index in indices]
         if not noise_std:
             return found
         return [dataclasses.replace(states, taps=_noisy(states.taps, noise_std, generator)) for states in found]
+
+    def expect(self, rows: Iterable[Sequence[int]]) -> None:
+        """Ask for the rows that come next, as many as may be ahead; `get` takes each of them once."""
+        for indices in rows:
+            missing = tuple(index for index in indices if index not in self._kept)
+            if self._pool is None or len(self._asked) >= self.prefetch:
+                return
+            if missing and missing not in self._asked:
+                self._asked[missing] = self._pool.submit(self._ask, missing)
+
+    def close(self) -> None:
+        """Nothing more will be asked for."""
+        self.provider.close()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
 
     def sample_taps(self, num_examples: int) -> Tensor:
         """Taps of some examples for calibration, outlier positions left out, [T, L, E]."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from blockdraft.errors import InputError
 from blockdraft.losses.metrics import BlockMetrics
+from blockdraft.runtime import memory_gib
 from blockdraft.settings import TrainSettings
 
 
@@ -47,23 +49,45 @@ class NoLogger:
         pass
 
 
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one update of the weights came to, over all processes.
+
+    Attributes:
+        grad_norm: before it was clipped.
+        tokens: of the rows it learned from.
+        seconds, waited: how long it took, and how much of it this process waited for hidden states.
+    """
+
+    loss: float
+    metrics: BlockMetrics
+    grad_norm: float
+    tokens: int
+    seconds: float = 0.0
+    waited: float = 0.0
+
+
 class LogWindow:
-    """Losses and metrics of the updates since the last line of the log."""
+    """The updates since the last line of the log."""
 
     def __init__(self) -> None:
-        self._losses: list[float] = []
-        self._metrics: list[BlockMetrics] = []
+        self._updates: list[Update] = []
 
-    def add(self, loss: float, metrics: BlockMetrics) -> None:
-        self._losses.append(loss)
-        self._metrics.append(metrics)
+    def add(self, update: Update) -> None:
+        self._updates.append(update)
 
     def taken(self) -> dict[str, float]:
         """The figures of the window, at least one update long; the next one begins."""
-        metrics = functools.reduce(operator.add, self._metrics)
-        figures = {"loss": sum(self._losses) / len(self._losses), **metrics.figures()}
-        self._losses, self._metrics = [], []
-        return figures
+        updates, self._updates = self._updates, []
+        seconds = max(sum(update.seconds for update in updates), 1e-9)
+        return {
+            "loss": sum(update.loss for update in updates) / len(updates),
+            **functools.reduce(operator.add, (update.metrics for update in updates)).figures(),
+            "grad_norm": sum(update.grad_norm for update in updates) / len(updates),
+            "tokens_per_second": sum(update.tokens for update in updates) / seconds,
+            "waiting_share": sum(update.waited for update in updates) / seconds,
+            "memory_gib": memory_gib(),
+        }
 
 
 def log_folder(settings: TrainSettings) -> Path:

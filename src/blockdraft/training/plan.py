@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,9 @@ from blockdraft.ops.anchors import Blocks, choose_anchors
 from blockdraft.records import Example, examples_digest
 from blockdraft.settings import TRAIN_DATA_RATIO, TrainSettings, identity
 from blockdraft.training.creation import draft_config, draft_vocabulary, make_contract, make_objective
+from blockdraft.training.engine_states import EngineStates, Patience
 from blockdraft.training.hidden_state_files import HiddenStateFiles
-from blockdraft.training.hidden_states import HiddenStateProvider, InProcess, TrainingStates
+from blockdraft.training.hidden_states import HiddenStateMaker, HiddenStateProvider, InProcess, TrainingStates
 from blockdraft.training.loggers import log_folder
 from blockdraft.training.processes import ALONE, Processes
 from blockdraft.training.split import joined, split_examples
@@ -87,12 +88,18 @@ class TrainingPlan:
         self.rows = self._rows()
         self.rows_per_step = settings.grad_accum * processes.count
         self.total_steps = math.ceil(len(self.rows) / self.rows_per_step)
-        self.states = states or TrainingStates(provider, self.examples, settings.states_memory_gib)
+        self.states = states or TrainingStates(provider, self.examples, settings.states_memory_gib, settings.prefetch)
 
     def _provider(self) -> HiddenStateProvider:
         """Where hidden states come from."""
         settings = self.settings
-        maker = InProcess(self.verifier, self.config.target_layer_ids, self.objective.needs_teacher)
+        asked = (self.verifier, self.config.target_layer_ids, self.objective.needs_teacher)
+        maker: HiddenStateMaker
+        if settings.vllm_endpoint:
+            patience = Patience(settings.max_retries, settings.request_timeout, settings.num_workers)
+            maker = EngineStates(settings.vllm_endpoint, *asked, patience)
+        else:
+            maker = InProcess(*asked)
         if settings.hidden_states_path is None:
             return maker
         return HiddenStateFiles(settings.hidden_states_path, maker, settings.on_missing, settings.on_generate)
@@ -135,6 +142,10 @@ class TrainingPlan:
     def share_of(self, step: int) -> range:
         """Those of them that this process trains on; none at an uneven end."""
         return self.rows_of(step)[self.processes.rank :: self.processes.count]
+
+    def rows_after(self, step: int) -> Iterator[Sequence[int]]:
+        """Examples of the rows that this process trains on from a step on, in order."""
+        return (self.rows[number] for later in range(step, self.total_steps) for number in self.share_of(later))
 
     @property
     def own_validation(self) -> Sequence[int]:

@@ -10,6 +10,7 @@ draft or takes up an earlier run's, and `Trainer.run` trains and writes what cam
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import time
@@ -28,7 +29,7 @@ from blockdraft.progress import progress, say, warn
 from blockdraft.training.background import background_writer
 from blockdraft.training.creation import create_draft
 from blockdraft.training.history import Progress, Validation
-from blockdraft.training.loggers import LogWindow, NoLogger, make_logger
+from blockdraft.training.loggers import LogWindow, NoLogger, Update, make_logger
 from blockdraft.training.optimizers import Optimizers
 from blockdraft.training.plan import TrainingPlan
 from blockdraft.training.processes import whole
@@ -126,7 +127,7 @@ class Trainer:
             say(f"training: {total} steps, {texts}")  # from here on, a signal stops after a step
             while self.progress.step < total:
                 factor = self._factor(self.progress.step)
-                window.add(*self._next_update(factor))
+                window.add(self._next_update(factor))
                 step = self.progress.step
                 finished, stopping = step == total, self.processes.any(stop())
                 writer.raise_failure()
@@ -159,28 +160,31 @@ class Trainer:
             step, self.plan.total_steps, settings.scheduler_warmup_ratio, settings.scheduler_type
         )
 
-    def _next_update(self, factor: float) -> tuple[float, BlockMetrics]:
+    def _next_update(self, factor: float) -> Update:
         """The update that is due, timed and counted."""
-        start = time.monotonic()
-        outcome = self._update(self.progress.step, factor)
-        self.progress.seconds += time.monotonic() - start
+        start, waited = time.monotonic(), self.plan.states.waited
+        update = self._update(self.progress.step, factor)
+        took = time.monotonic() - start
+        self.progress.seconds += took
         self.progress.step += 1
-        return outcome
+        return dataclasses.replace(update, seconds=took, waited=self.plan.states.waited - waited)
 
-    def _update(self, step: int, factor: float) -> tuple[float, BlockMetrics]:
+    def _update(self, step: int, factor: float) -> Update:
         loss, metrics = self._gradients(step)
         limit = self.plan.settings.max_grad_norm or math.inf
         norm = whole(torch.nn.utils.clip_grad_norm_(list(self.draft.parameters()), limit))
         if not (math.isfinite(loss) and bool(norm.isfinite())):
             self._refuse_nan(step)
         self.optimizers.step(factor)
-        return loss, metrics
+        tokens = sum(len(self.plan.train[i].input_ids) for row in self.plan.rows_of(step) for i in self.plan.rows[row])
+        return Update(loss, metrics, float(norm), tokens)
 
     def _gradients(self, step: int) -> tuple[float, BlockMetrics]:
         """Add up the gradients of a step's rows, as if they were one row; returns its loss and metrics."""
         plan, verifier = self.plan, self.plan.verifier
         # Anchors of all rows first: what the step is divided by is known before the first backward pass.
         rows = [plan.draw(number) for number in plan.share_of(step)]
+        plan.states.expect(plan.rows_after(step))
         k = plan.config.num_speculative_tokens
         supervised = self.processes.summed(sum(int(positions_before(row.blocks, k)[1].sum()) for row in rows))
         objective = plan.objective.at(step / plan.total_steps)
@@ -239,7 +243,8 @@ class Trainer:
         plan, k = self.plan, self.plan.contract.draft.num_speculative_tokens
         rounds, draft = [], whole_draft(self.draft)
         with torch.inference_mode(), self._autocast():
-            for index in plan.own_validation:
+            for place, index in enumerate(plan.own_validation):
+                plan.states.expect([later] for later in plan.own_validation[place:])
                 (states,) = plan.states.get([index])
                 rounds += rounds_of_example(draft, plan.examples[index], states.taps, [k])[k]
         counts = self.processes.summed(AcceptanceCounts.of(rounds, k))
