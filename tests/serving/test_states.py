@@ -1,4 +1,4 @@
-"""Hidden states from a real vLLM server, over a shared folder and over HTTP: those of this process, and runs on them."""
+"""Hidden states from a real vLLM server, over a shared folder or HTTP: those of this process, and runs on them."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,26 +15,9 @@ from blockdraft.training.processes import ALONE
 from blockdraft.training.run_folder import BEST, LAST
 from blockdraft.verifiers.loading import load_verifier, save_folder
 from conftest import call, free_port, own_replies, tiny_verifier_of
+from training.launching import BROKEN_OFF, ENVIRONMENT, ran, torchrun
 
-TESTS = Path(__file__).parent.parent
 SCRIPT = Path(__file__).parent / "together.py"
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
-               "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # fmt: skip
-
-
-def torchrun(count: int, *arguments: object, nodes: tuple[int, int, int] | None = None) -> list[str]:
-    """A command that starts processes; `nodes` is (how many, which one, port of the first)."""
-    place: list[object] = ["--standalone"]
-    if nodes is not None:
-        many, number, port = nodes
-        place = ["--nnodes", many, "--node-rank", number, "--master-addr", "127.0.0.1", "--master-port", port]
-    command = [sys.executable, "-m", "torch.distributed.run", *place, "--nproc-per-node", count, *arguments]
-    return [str(each) for each in command]
-
-
-def ran(command: list[str]) -> tuple[int, str, str]:
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
-    return done.returncode, done.stdout, done.stderr
 
 
 # --- the same numbers -------------------------------------------------------------------------------------------
@@ -84,24 +66,6 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 root / "data", 16)  # fmt: skip
     (root / "broken_off.py").write_text(BROKEN_OFF)
     return root
-
-
-BROKEN_OFF = """
-import os, signal, sys
-from blockdraft.cli.main import run
-from blockdraft.errors import BlockdraftError
-from blockdraft.training.trainer import Trainer
-how, who, when = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-original = Trainer._update
-def update(self, step, factor):
-    if step == when and self.processes.rank == who:
-        if how == "error":
-            raise BlockdraftError("out of luck")
-        os.kill(os.getpid(), getattr(signal, how))
-    return original(self, step, factor)
-Trainer._update = update
-sys.exit(run(sys.argv[4:]))
-"""
 
 
 def train(workshop: Path, folder: Path, *more: object) -> list[str]:
