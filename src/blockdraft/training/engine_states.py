@@ -34,8 +34,9 @@ FIELD = "--vllm-endpoint"
 FOLDER_ID = ".blockdraft-states"
 _POLL_SECONDS, _LONGEST_PAUSE = 0.005, 10.0
 _WRONG_ANSWERS = 3  # in a row, for one text; lost connections have --max-retries
-# How far under the largest logit that of the server's own token may lie, in logits: rounding, and no more.
-_TIE = {torch.float32: 0.05, torch.bfloat16: 1.0}
+# How far under the largest logit that of the server's own token may lie, in standard deviations of the logits: no
+# further than rounding takes it.
+_TIE = {torch.float32: 0.01, torch.bfloat16: 0.25}
 _REQUEST = {"max_tokens": 1, "temperature": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
             "frequency_penalty": 0.0, "return_token_ids": True}  # fmt: skip
 
@@ -69,6 +70,7 @@ class _Server:
     def __init__(self, url: str, timeout: float) -> None:
         self.url = url.rstrip("/")
         self.model: str | None = None
+        self._first_model: str | None = None
         self.longest: int | None = None
         self.away_until = 0.0
         # Proxies are for other machines.
@@ -86,6 +88,10 @@ class _Server:
             self.model, self.longest = str(entry["id"]), entry.get("max_model_len")
         except (KeyError, TypeError, IndexError):
             raise _WrongAnswerError("its list of models is none of vLLM's") from None
+        self._first_model = self._first_model or self.model
+        if self.model != self._first_model:
+            found, self.model = self.model, None
+            raise _WrongAnswerError(f"it serves {found} now, and served {self._first_model} before")
 
     def complete(self, tokens: Sequence[int]) -> dict[str, Any]:
         if self.model is None:
@@ -272,7 +278,7 @@ class EngineStates:
         raw = states[:, ids.index(depth)].contiguous()
         logits = verifier.logits(verifier.normed(raw[-1:].to(verifier.device)))[0]
         short = float(logits.max() - logits[chosen]) if 0 <= chosen < len(logits) else float("inf")
-        if short > _TIE.get(verifier.dtype, 1.0):
+        if short > _TIE.get(verifier.dtype, 0.25) * float(logits.std()):
             raise _WrongAnswerError(
                 f"it chose token {chosen} behind its states, and this verifier's head says {int(logits.argmax())}: it "
                 "serves another model, or other weights"
