@@ -55,6 +55,8 @@ def resolve_device(name: str) -> str:
 
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+        if process_place()[1] == 1:
+            return name
     try:
         device = torch.device(name)
     except RuntimeError:

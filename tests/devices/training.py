@@ -101,7 +101,7 @@ def _stopped(plan: TrainingPlan) -> None:
     trainer = Trainer.prepare(plan)
     trainer._update(0, trainer._factor(0))
     trainer.progress.step = 1
-    trainer._save_state()
+    trainer.folder.resume_states.save(trainer._state())
 
 
 def _resumes(device: str, folder: Path, optimizer: str) -> None:

@@ -1,4 +1,4 @@
-"""What test_processes.py starts by torchrun: a run of one or more processes, its curve written to a file.
+"""What test_several_processes.py starts by torchrun: a run of one or more processes, its curve written to a file.
 
 Arguments: the folder, a speculator type, an optimizer, "sharded" or "copied", rows of a step in each process.
 """

@@ -9,7 +9,7 @@ import torch
 
 from blockdraft.errors import InputError
 from blockdraft.ops.ragged_kv import RaggedKV
-from blockdraft.verifiers import attention, causal, in_process, proof
+from blockdraft.verifiers import attention, causal, output_side, proof
 from blockdraft.verifiers.encoder_decoder import EncoderDecoderVerifier
 from blockdraft.verifiers.loading import proved
 from conftest import tiny_encoder_decoder, tiny_tokenizer
@@ -34,16 +34,16 @@ def without(argument: str) -> Break:
 
 
 def window_from_the_field_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_process, "window_of", lambda config: config.sliding_window)
+    monkeypatch.setattr(output_side, "window_of", lambda config: config.sliding_window)
     monkeypatch.setattr(causal, "layer_types", lambda config: ())
 
 
 def no_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_process, "window_of", lambda config: None)
+    monkeypatch.setattr(output_side, "window_of", lambda config: None)
 
 
 def no_logit_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_process, "logit_scale_of", lambda config: 1.0)
+    monkeypatch.setattr(output_side, "logit_scale_of", lambda config: 1.0)
 
 
 def taps_of_the_layer_before(monkeypatch: pytest.MonkeyPatch) -> None:
