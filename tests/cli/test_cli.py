@@ -312,7 +312,8 @@ def test_what_identifies_a_run_is_marked_at_the_field() -> None:
     kept = set(identity(TrainSettings(data_path=Path("d"), save_path=Path("s"))))
     names = {field.name for field in dataclasses.fields(TrainSettings)}
     assert names - kept == {
-        "checkpoint_freq", "data_path", "device", "dry_run", "fsdp_shard", "hidden_states_path", "max_retries",
+        "checkpoint_freq", "data_path", "device", "dry_run", "from_pretrained", "fsdp_shard",
+        "hidden_states_path", "max_retries",
         "num_workers", "prefetch", "request_timeout", "vllm_endpoint", "keep", "log_dir", "log_freq",
         "logger", "on_generate", "on_missing", "restart", "run_name", "save_path", "threads", "time_limit",
         "verifier_name_or_path",

@@ -19,6 +19,12 @@ class TrainSettings(ObjectiveSettings, DraftSettings, VerifierSettings):
     data_path: Path = required("folder that `blockdraft regenerate` or `prepare` wrote", identifies=False)
     save_path: Path = required("folder for the checkpoint and the training state", identifies=False)
 
+    from_pretrained: Path | None = setting(
+        None,
+        "checkpoint to start from, of the same verifier: its weights and its shape, whatever the flags of a draft say",
+        identifies=False,
+    )
+
     epochs: float = setting(6.0, "passes over the data; a fraction is allowed", above=0, at_most=1e6)
     total_seq_len: int = setting(4096, "tokens of a packed row; one row is one step", at_least=2, at_most=2**24)
     max_anchors: int = setting(512, "anchored blocks drawn from a row at each step; 0 takes every position", at_least=0)

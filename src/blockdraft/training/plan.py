@@ -21,11 +21,18 @@ from blockdraft.errors import InputError
 from blockdraft.ops.anchors import Blocks, choose_anchors
 from blockdraft.records import Example, examples_digest
 from blockdraft.settings import TRAIN_DATA_RATIO, TrainSettings, identity
-from blockdraft.training.creation import draft_config, draft_vocabulary, make_contract, make_objective
+from blockdraft.training.creation import (
+    draft_config,
+    draft_vocabulary,
+    make_contract,
+    make_objective,
+    resolve_mask_token,
+)
 from blockdraft.training.engine_states import EngineStates, Patience
 from blockdraft.training.hidden_state_files import HiddenStateFiles
 from blockdraft.training.hidden_states import HiddenStateMaker, HiddenStateProvider, InProcess, TrainingStates
 from blockdraft.training.loggers import log_folder
+from blockdraft.training.parent import read_parent
 from blockdraft.training.processes import ALONE, Processes
 from blockdraft.training.split import joined, split_examples
 from blockdraft.verifiers.base import TrainingVerifier
@@ -56,6 +63,7 @@ class TrainingPlan:
 
     Attributes:
         train, validation: the two sides of the split.
+        parent: the checkpoint that training starts from; None without one.
         vocabulary: the verifier's ids that the draft can propose; None where it can propose all.
         rows: example indices of every row of the whole run, in order.
         states: hidden states of `examples`, not made yet.
@@ -79,11 +87,14 @@ class TrainingPlan:
             raise InputError("--fsdp-shard", True, "divides a draft among processes; start several by torchrun")
         self.log_folder = log_folder(settings)
         self.objective = make_objective(settings, settings.speculator_type)
-        self.config = draft_config(settings, verifier, examples)
+        self.parent = read_parent(settings, verifier)
+        self.config = draft_config(settings, verifier, examples) if self.parent is None else self.parent.contract.draft
+        if self.parent is not None:
+            resolve_mask_token(self.config.mask_token_id, verifier, examples)
         provider = states.provider if states else self._provider()
         examples = provider.available(examples)
         self.train, self.validation = split_examples(examples, settings.train_data_ratio or TRAIN_DATA_RATIO)
-        self.vocabulary = draft_vocabulary(self.config, self.train)
+        self.vocabulary = draft_vocabulary(self.config, self.train) if self.parent is None else self.parent.vocabulary
         self.contract = make_contract(self.config, verifier, self.vocabulary)
         self.rows = self._rows()
         self.rows_per_step = settings.grad_accum * processes.count
@@ -133,6 +144,7 @@ class TrainingPlan:
             **identity(self.settings),
             "contract": contract,
             "data": examples_digest(itertools.chain(self.train, self.validation)),
+            **({} if self.parent is None else {"parent": self.parent.facts["digest"]}),
         }
 
     def rows_of(self, step: int) -> range:

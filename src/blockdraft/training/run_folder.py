@@ -98,6 +98,9 @@ class RunFolder:
             validation_documents=len(plan.validation),
             validation=[dataclasses.asdict(each) for each in progress.history[-1:]],
             chat=dataclasses.asdict(plan.mode),
+            data_digest=plan.facts["data"],
+            verifier=dataclasses.asdict(plan.verifier.identity),
+            parent=None if plan.parent is None else plan.parent.facts,
         )
         saved = settings.save_dtype
         dtype = plan.verifier.dtype if saved == "auto" else resolve_dtype(saved, device, "--save-dtype")

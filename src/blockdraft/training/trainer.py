@@ -266,6 +266,8 @@ def _fresh_draft(plan: TrainingPlan) -> BlockDraft:
         plan.states.prepare()
     plan.states.fill(plan.own_examples if processes.count > 1 else None)
     draft = create_draft(plan.config, plan.verifier, plan.states, plan.settings.seed, plan.vocabulary)
+    if plan.parent is not None:
+        plan.parent.fill(draft)
     compiled = plan.settings.compile
     if compiled == "on" or (compiled == "auto" and plan.verifier.device.type == "cuda"):
         draft.compile_layers()
