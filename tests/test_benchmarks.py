@@ -142,3 +142,23 @@ def test_t5gemma2_step_counts_what_is_held(tmp_path: Path, monkeypatch: pytest.M
         "verifier", "draft", "draft's head", "peak of a step", "estimate for a GPU"
     ]  # fmt: skip
     assert float(rows[4].split("|")[3]) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "arguments", "rows"),
+    [
+        ("scaling", ("--steps", 1, "--turns", 1, "--hidden", 128, "--length", 64), ["one process", "two processes"]),
+        ("states", ("--texts", 6, "--repeats", 1, "--no-server", "--verifier"), ["one at a time"]),
+    ],
+)
+def test_training_at_scale_is_measured(tmp_path: Path, script: str, arguments: tuple, rows: list[str]) -> None:
+    out = tmp_path / "results.md"
+    if script == "states":
+        save_folder(tiny_verifier_of("llama"), tmp_path / "verifier")
+        arguments = (*arguments, tmp_path / "verifier")
+    command = [sys.executable, BENCHMARKS / f"{script}.py", *arguments, "--out", out]
+    done = subprocess.run([str(each) for each in command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    text = out.read_text()
+    assert all(re.search(rf"^\| {row}.* \| \d[\d,.]* \|", text, re.M) for row in rows), text
