@@ -138,3 +138,14 @@ def test_a_run_on_a_server_is_the_run_in_process(
             apart = (weights[name][tensor] - right).norm() / right.norm()
             assert float(apart) < 0.05, (name, tensor)  # Muon makes much of small differences
     assert len(list((tmp_path / "states").glob("*/*.safetensors"))) == len(prompts)
+    # What a server says of the draft is what this process says, to near-ties of a random verifier.
+    found = {}
+    for place, flags in (("here", ()), ("there", ("--vllm-endpoint", server))):
+        code, out, err = call(
+            capsys, "evaluate", tmp_path / "there" / "checkpoint_best", "--dtype", "float32", "--threads", 1,
+            "--data-path", tmp_path / "prompts.jsonl", "--max-new-tokens", 24, "--k", 3, 7, "--json", *flags,
+        )  # fmt: skip
+        assert code == 0, err
+        result = json.loads(out)
+        found[place] = (result["reply_tokens"], result["disagreements"], result["acceptance"])
+    assert found["here"] == found["there"] and found["here"][0] > 100 and found["here"][1] == 0

@@ -26,7 +26,7 @@ from blockdraft.models.fusion import ProjectedFusion
 from blockdraft.models.vocabulary import DraftVocabulary, map_digest
 from blockdraft.runtime import dtype_name
 from blockdraft.typed import checked
-from blockdraft.verifiers.base import Verifier
+from blockdraft.verifiers.base import TrainingVerifier
 
 WEIGHTS, CONFIG, PROVENANCE = "model.safetensors", "config.json", "provenance.json"
 TRAINING_STATE, COMMAND, VALIDATION = "training_state.json", "train_command.txt", "val_metrics.json"
@@ -152,7 +152,7 @@ def digest(raw: dict[str, Any], tensors: Mapping[str, Tensor]) -> str:
     return total.hexdigest()[:16]
 
 
-def load_draft(folder: Path, verifier: Verifier, dtype: torch.dtype) -> tuple[BlockDraft, Contract]:
+def load_draft(folder: Path, verifier: TrainingVerifier, dtype: torch.dtype) -> tuple[BlockDraft, Contract]:
     """Load a draft for a verifier, which must be the one it was trained for.
 
     Raises:

@@ -12,8 +12,10 @@ from blockdraft.decoding.engine import DecodingEngine, Reply
 from blockdraft.decoding.identity import Difference, differences, tie_bound
 from blockdraft.decoding.one_pass import OnePass, one_pass_acceptance
 from blockdraft.ops.acceptance import AcceptanceCounts
+from blockdraft.pipeline.evaluate_served import served_one_pass, served_pair, served_replies
 from blockdraft.pipeline.loading import Pair, encode_all, heldout_or_file, load_pair, require_confidence
 from blockdraft.progress import progress
+from blockdraft.records import Example
 from blockdraft.runtime import dtype_name, machine_description
 from blockdraft.settings import EvaluateSettings, SamplingSettings, resolved
 
@@ -23,16 +25,22 @@ ONE_PASS_GROUP = 16  # examples whose verifier states are made together
 def evaluate(settings: EvaluateSettings) -> dict[str, Any]:
     """Evaluate a checkpoint; the result is one JSON-ready object whose `failures` say what was not proved."""
     conversations = heldout_or_file(settings.data_path, settings.workload, settings.max_prompts)
-    pair = load_pair(settings)
+    pair = served_pair(settings) if settings.vllm_endpoint else load_pair(settings)
     ks = settings.k or tuple(range(1, pair.contract.draft.num_speculative_tokens + 1))
     for k in ks:
         pair.contract.require_k(k)
     require_confidence(pair, settings.confidence_threshold)
     prompts = encode_all(pair.verifier, conversations, pair.mode)
     sampling = SamplingSettings(max_new_tokens=settings.max_new_tokens)
-    with progress("plain decoding", len(prompts)) as advance:
-        plain = DecodingEngine(pair.verifier, None, 0, sampling).generate(prompts, settings.batch_size, on_done=advance)
-    outcomes = one_pass(pair, plain, ks, settings.confidence_threshold)
+    if settings.vllm_endpoint:
+        examples = served_replies(settings, prompts, sorted(pair.verifier.stop_ids))
+        outcomes, tokens = served_one_pass(settings, pair, examples, ks), sum(map(_reply_tokens, examples))
+    else:
+        engine = DecodingEngine(pair.verifier, None, 0, sampling)
+        with progress("plain decoding", len(prompts)) as advance:
+            plain = engine.generate(prompts, settings.batch_size, on_done=advance)
+        outcomes = one_pass(pair, plain, ks, settings.confidence_threshold)
+        tokens = sum(len(reply.tokens) for reply in plain)
     result: dict[str, Any] = {
         "checkpoint": str(settings.checkpoint),
         "verifier": pair.verifier.identity.name,
@@ -40,7 +48,7 @@ def evaluate(settings: EvaluateSettings) -> dict[str, Any]:
         "dtype": dtype_name(pair.verifier.dtype),
         "machine": machine_description(pair.verifier.device),
         "prompts": len(prompts),
-        "reply_tokens": sum(len(reply.tokens) for reply in plain),
+        "reply_tokens": tokens,
         "disagreements": sum(outcome.disagreements for outcome in outcomes),
         "acceptance": {str(k): counts_json(counts_of(outcomes, k)) for k in ks},
         "failures": [],
@@ -55,6 +63,10 @@ def evaluate(settings: EvaluateSettings) -> dict[str, Any]:
             f"K={k}: {line}" for k, proof in result["decoding"].items() for line in proof["failures"]
         ]
     return result
+
+
+def _reply_tokens(example: Example) -> int:
+    return sum(end - start for start, end in example.targets)
 
 
 def one_pass(pair: Pair, replies: Sequence[Reply], ks: Sequence[int], threshold: float = 0.0) -> list[OnePass]:

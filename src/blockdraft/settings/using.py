@@ -27,6 +27,16 @@ class EvaluateSettings(CheckpointSettings):
     batch_size: int = setting(16, "prompts decoded together", at_least=1)
     decode: bool = setting(False, "also decode with and without the draft: speed, identity and the same counts")
     confidence_threshold: float = setting(0.0, CONFIDENCE_HELP, at_least=0, below=1)
+    vllm_endpoint: tuple[str, ...] = setting(
+        (),
+        "vLLM servers that have the verifier (blockdraft serve VERIFIER --extract): they decode the replies and give "
+        "their hidden states",
+        each=r"https?://[^\s/]+/?",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(not (self.decode and self.vllm_endpoint), "decode", True, "needs the verifier here; leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)
