@@ -131,7 +131,7 @@ def main() -> None:
     table = markdown_table(["arm", "s / step", "speed", "of it in collectives"], rows)
     size = found["two processes, copied"][0]["parameters"] / 1e6
     text = (
-        f"`python benchmarks/scaling.py`, {today()}; {machine_description()}; a draft of {size:.0f}M parameters over "
+        f"`python benchmarks/scaling.py {' '.join(sys.argv[1:])}`, {today()}; {machine_description()}; a draft of {size:.0f}M parameters over "
         f"gloo. Collectives of a divided draft overlap with its work; the share counts what the caller waits for."
         f"\n\n{table}"
     )
