@@ -130,8 +130,9 @@ def main() -> None:
         rows.append([arm, f"{seconds:.2f}", f"{first / seconds:.2f}", f"{collectives / seconds:.0%}"])
     table = markdown_table(["arm", "s / step", "speed", "of it in collectives"], rows)
     size = found["two processes, copied"][0]["parameters"] / 1e6
+    command = f"python benchmarks/scaling.py {' '.join(sys.argv[1:])}"
     text = (
-        f"`python benchmarks/scaling.py {' '.join(sys.argv[1:])}`, {today()}; {machine_description()}; a draft of {size:.0f}M parameters over "
+        f"`{command}`, {today()}; {machine_description()}; a draft of {size:.0f}M parameters over "
         f"gloo. Collectives of a divided draft overlap with its work; the share counts what the caller waits for."
         f"\n\n{table}"
     )
