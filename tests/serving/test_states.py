@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -110,6 +111,18 @@ def test_names_that_are_no_files_of_states_are_not_given(server: str) -> None:
     assert statuses == [200, 404, 404, 404]
     assert httpx.delete(f"{url}/{name}", trust_env=False).status_code == 204
     assert not Path(facts["hidden_states_path"]).exists()
+
+
+def test_files_that_nobody_fetches_do_not_fill_the_folder(tmp_path: Path) -> None:
+    from blockdraft.vllm_plugin.states_connector import drop_oldest
+
+    for age in range(6):
+        path = tmp_path / f"{age}.safetensors"
+        path.touch()
+        os.utime(path, (age, age))
+    (tmp_path / "other.txt").touch()
+    drop_oldest(tmp_path, most=4)
+    assert sorted(path.stem for path in tmp_path.iterdir()) == ["2", "3", "4", "5", "other"]
 
 
 def test_a_run_on_a_server_is_the_run_in_process(

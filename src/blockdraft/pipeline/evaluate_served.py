@@ -6,6 +6,7 @@ reference engine cannot drive, or that does not fit, is evaluated as any other.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast
@@ -47,8 +48,11 @@ def served_replies(settings: EvaluateSettings, prompts: Sequence[list[int]], sto
         BlockdraftError: one stopped in the middle.
     """
     urls = settings.vllm_endpoint
-    with ThreadPoolExecutor(settings.batch_size) as pool, progress("replies of the server", len(prompts)) as advance:
-        clients = [EngineClient(url) for url in urls]
+    with (
+        contextlib.ExitStack() as opened, ThreadPoolExecutor(settings.batch_size) as pool,
+        progress("replies of the server", len(prompts)) as advance,
+    ):  # fmt: skip
+        clients = [opened.enter_context(EngineClient(url)) for url in urls]
 
         def ask(number: int) -> Example:
             client = clients[number % len(clients)]
